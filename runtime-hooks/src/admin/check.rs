@@ -1,0 +1,53 @@
+//! `stasis check`.
+
+use std::cell::RefCell;
+use std::process::ExitCode;
+
+use stasis_config::{Config, manifest};
+
+use crate::check::{self, DriverFacts, DriverInfo, System};
+use crate::child::Program;
+use crate::cuda::Driver as _;
+use crate::cuda::client::HelperDriver;
+
+/// Checks this host.
+pub(super) fn run(json: bool) -> ExitCode {
+    let config = match Config::load() {
+        Ok(config) => config,
+        Err(error) => {
+            eprintln!("stasis: {}", crate::error::chain(&error));
+            return ExitCode::FAILURE;
+        }
+    };
+    let driver = Helper(RefCell::new(HelperDriver::new(Program::this(), &config.cuda)));
+    let findings = check::run(&System::new(), &driver, &config);
+    let text = if json { check::render_json(&findings) } else { check::render_text(&findings) };
+    if super::print(&text) == ExitCode::FAILURE {
+        return ExitCode::FAILURE;
+    }
+    ExitCode::from(check::exit_code(&findings))
+}
+
+struct Helper(RefCell<HelperDriver>);
+
+impl DriverInfo for Helper {
+    fn driver(&self) -> Result<DriverFacts, String> {
+        let facts = self.0.borrow_mut().facts().map_err(|error| error.to_string())?;
+        Ok(DriverFacts {
+            libcuda: facts.library,
+            driver_version: facts.driver_version,
+            cuda_version: facts.cuda_version,
+            checkpoint_api: facts.missing.is_empty(),
+            gpus: facts
+                .gpus
+                .into_iter()
+                .map(|gpu| manifest::Gpu {
+                    uuid: gpu.uuid,
+                    name: gpu.name,
+                    memory_bytes: gpu.memory_bytes,
+                })
+                .collect(),
+            missing: facts.missing,
+        })
+    }
+}

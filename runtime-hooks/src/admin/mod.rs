@@ -1,0 +1,51 @@
+//! `stasis`: the command for people.
+
+mod check;
+
+use std::ffi::OsString;
+use std::io::Write as _;
+use std::process::ExitCode;
+
+const HELP: &str = "\
+Checkpoint and restore of GPU containers.
+
+Usage: stasis <command> [options]
+
+Commands:
+  check [--json]   Is this host ready? A line for each requirement, with what to do.
+                   Exit status 0 only if containers with CUDA can be checkpointed.
+
+Options:
+  -h, --help       This text.
+  -V, --version    The version.
+
+Containers are checkpointed and restored with the commands of containerd, through the OCI runtime
+stasis-runc. Configuration: /etc/stasis/config.toml, or the file that STASIS_CONFIG names.
+";
+
+/// Runs `stasis` with `arguments` (without the program's name).
+#[must_use]
+pub fn main(arguments: &[OsString]) -> ExitCode {
+    let words: Vec<&str> =
+        arguments.iter().map(|argument| argument.to_str().unwrap_or("\u{fffd}")).collect();
+    match words.as_slice() {
+        ["-h" | "--help" | "help"] | ["check", "-h" | "--help"] => print(HELP),
+        ["-V" | "--version"] => print(concat!("stasis ", env!("CARGO_PKG_VERSION"), "\n")),
+        ["check"] => check::run(false),
+        ["check", "--json"] => check::run(true),
+        [] => usage("which command?"),
+        [unknown, ..] => usage(&format!("'{}' is not understood", words.join(" ").replace(char::is_control, "?")).replace("''", unknown)),
+    }
+}
+
+fn print(text: &str) -> ExitCode {
+    match std::io::stdout().write_all(text.as_bytes()) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(_) => ExitCode::FAILURE,
+    }
+}
+
+fn usage(what: &str) -> ExitCode {
+    eprintln!("stasis: {what}; see stasis --help");
+    ExitCode::from(2)
+}

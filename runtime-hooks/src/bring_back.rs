@@ -1,0 +1,219 @@
+//! Bringing a container back: every CUDA process to the state in which it was found, the freezer
+//! to what the caller expects. One way for a failed checkpoint, for the end of a good one with
+//! leave-running, for Resume, and for what a killed operation left behind. It begins from what the
+//! driver says, so it does not matter how far things had come.
+
+use std::time::{Duration, Instant};
+
+use crate::discover::probe;
+use crate::error::{Cause, Failure, Left, Phase};
+use crate::give_back;
+use crate::hold::Keep;
+use crate::journal::Entry;
+use crate::parts::{CudaProcess, Limits, Parts};
+use crate::processes::Process;
+use crate::suspend::hold_all;
+
+/// How long CRIU may need to let go of the container after its runtime was killed.
+const LET_GO: Duration = Duration::from_secs(60);
+/// How long a killed container may take to end.
+const DIE: Duration = Duration::from_secs(20);
+
+/// How the container is when it is back.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Goal {
+    /// Frozen. No application code runs on the way.
+    Paused,
+    /// Running. From a frozen container, application code runs only when its CUDA works.
+    Running,
+}
+
+/// Who thaws.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Thaw {
+    /// The freezer, written directly.
+    Freezer,
+    /// `runc resume`, because that is what the caller asked for.
+    Runtime,
+}
+
+/// Brings the container of `entry` back. What is at stake is the container's life, so what is not
+/// the driver's last word is tried a second time.
+pub fn bring_back(
+    parts: &mut Parts<'_>,
+    entry: &Entry,
+    goal: Goal,
+    thaw: Thaw,
+    limits: &Limits,
+) -> Result<(), Cause> {
+    match attempt(parts, entry, goal, thaw, limits) {
+        Ok(()) => Ok(()),
+        Err(cause @ (Cause::Driver { .. } | Cause::Unusable { .. } | Cause::Gone)) => Err(cause),
+        Err(cause) => {
+            tracing::warn!(%cause, container = entry.container, "bringing back is tried again");
+            attempt(parts, entry, goal, thaw, limits)
+        }
+    }
+}
+
+fn attempt(
+    parts: &mut Parts<'_>,
+    entry: &Entry,
+    goal: Goal,
+    thaw: Thaw,
+    limits: &Limits,
+) -> Result<(), Cause> {
+    if !parts.processes.alive(entry.init) {
+        return Err(Cause::Gone);
+    }
+    wait_for_criu(parts)?;
+    let cuda = processes_of(parts, entry)?;
+    let frozen = parts.freezer.frozen()?;
+    if !cuda.is_empty() {
+        let hold = frozen || goal == Goal::Paused;
+        if hold {
+            hold_all(parts, &cuda, |process| Keep::Driver(process.restore_thread))?;
+        } else {
+            parts.hold.release();
+        }
+        if frozen {
+            let thawed = match thaw {
+                Thaw::Freezer => parts.freezer.thaw().map_err(Cause::from),
+                Thaw::Runtime => parts.runtime.resume().map_err(Cause::from),
+            };
+            thawed?;
+        }
+        if hold {
+            parts.hold.settle()?;
+        }
+        give_back::restore(parts.driver, parts.processes, &cuda, limits.restore)?;
+        give_back::unlock(parts.driver, parts.processes, &cuda)?;
+    }
+    match (goal, parts.freezer.frozen()?) {
+        (Goal::Paused, false) => parts.freezer.freeze()?,
+        (Goal::Running, true) => match thaw {
+            Thaw::Freezer => parts.freezer.thaw()?,
+            Thaw::Runtime => parts.runtime.resume()?,
+        },
+        _ => {}
+    }
+    parts.hold.release();
+    Ok(())
+}
+
+/// Brings back after a failure, or kills what cannot be brought back: a container that is left
+/// locked would hang for ever.
+pub fn put_back(parts: &mut Parts<'_>, entry: &Entry, limits: &Limits) -> Left {
+    let (goal, left) =
+        if entry.frozen { (Goal::Paused, Left::Paused) } else { (Goal::Running, Left::Running) };
+    let brought = bring_back(parts, entry, goal, Thaw::Freezer, limits);
+    let left = match brought {
+        Ok(()) => left,
+        Err(because) => kill(parts, entry, because),
+    };
+    if let Err(error) = parts.journal.clear() {
+        tracing::error!(error = %crate::error::chain(&error), "the journal stays behind");
+    }
+    left
+}
+
+/// Kills a container whose CUDA does not come back.
+pub fn kill(parts: &mut Parts<'_>, entry: &Entry, because: Cause) -> Left {
+    parts.hold.release();
+    if !parts.processes.alive(entry.init) {
+        return Left::Gone;
+    }
+    let because = Box::new(because);
+    match kill_and_wait(parts, entry) {
+        Ok(()) => Left::Killed { because },
+        Err(error) => Left::Broken { because, kill: Box::new(error) },
+    }
+}
+
+/// `runc kill`, and waits until no process of the container runs.
+pub(crate) fn kill_and_wait(parts: &mut Parts<'_>, entry: &Entry) -> Result<(), Cause> {
+    let killed = parts.runtime.kill();
+    let deadline = Instant::now() + DIE;
+    loop {
+        // An unreadable list: the cgroup is gone, and with it the processes.
+        let ended = !parts.processes.alive(entry.init)
+            && parts.processes.list().map_or(true, |list| list.is_empty());
+        if ended {
+            return Ok(());
+        }
+        if let Err(error) = &killed
+            && parts.processes.alive(entry.init)
+        {
+            return Err(error.clone().into());
+        }
+        if Instant::now() >= deadline {
+            return Err(Cause::DoesNotDie(DIE));
+        }
+        std::thread::sleep(Duration::from_millis(2));
+    }
+}
+
+/// Turns a failure in `phase` into what the caller is told, after putting the container back.
+pub(crate) fn fail(
+    parts: &mut Parts<'_>,
+    operation: &'static str,
+    entry: &Entry,
+    phase: Phase,
+    cause: Cause,
+    limits: &Limits,
+) -> Failure {
+    let left = put_back(parts, entry, limits);
+    // Whatever went wrong then went wrong because somebody killed it.
+    let cause = if matches!(left, Left::Gone) { Cause::Gone } else { cause };
+    let log = log_of(&cause);
+    let container = entry.container.clone();
+    Failure { operation, container, phase, cause, left, image: None, log }
+}
+
+pub(crate) fn log_of(cause: &Cause) -> Option<std::path::PathBuf> {
+    match cause {
+        Cause::Runc(error) => error.log.clone(),
+        _ => None,
+    }
+}
+
+/// A runtime that was killed in the middle of a dump leaves CRIU at work, which finishes by itself
+/// or gives up at its next word to the runtime. Until then the processes are CRIU's.
+fn wait_for_criu(parts: &mut Parts<'_>) -> Result<(), Cause> {
+    let deadline = Instant::now() + LET_GO;
+    loop {
+        let own = parts.hold.tracer();
+        let list = parts.processes.list()?;
+        let traced = list.iter().find(|process| process.tracer != 0 && Some(process.tracer) != own);
+        let Some(traced) = traced else { return Ok(()) };
+        if Instant::now() >= deadline {
+            let who = crate::parts::who(traced);
+            return Err(Cause::Traced { who, tracer: traced.tracer });
+        }
+        std::thread::sleep(Duration::from_millis(10));
+    }
+}
+
+/// The processes of the entry that still run, with their restore threads.
+fn processes_of(parts: &mut Parts<'_>, entry: &Entry) -> Result<Vec<CudaProcess>, Cause> {
+    if entry.processes.is_empty() {
+        return Ok(Vec::new());
+    }
+    let list = parts.processes.list()?;
+    let known: Vec<&Process> = list
+        .iter()
+        .filter(|process| entry.processes.iter().any(|(id, _)| *id == process.id))
+        .collect();
+    if known.is_empty() {
+        return Ok(Vec::new());
+    }
+    let mut cuda = probe(parts, &known)?;
+    for process in &mut cuda {
+        process.found = entry
+            .processes
+            .iter()
+            .find(|(id, _)| *id == process.process.id)
+            .map(|(_, state)| *state);
+    }
+    Ok(cuda)
+}

@@ -1,0 +1,289 @@
+//! The checkpoint of a container with CUDA, from top to bottom.
+//!
+//! ```text
+//! preflight → journal → suspend → runc checkpoint --leave-running → sync → manifest
+//!   → exit:            kill
+//!   → running before:  bring back
+//!   → paused before:   stay frozen until Resume
+//! ```
+//!
+//! Whatever fails before the manifest is written ends where the caller began.
+
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use oci_spec::runtime::Spec;
+use stasis_config::Annotations;
+use stasis_config::manifest::{self, Manifest};
+
+use crate::bring_back::{Goal, Thaw, bring_back, fail, kill, kill_and_wait, log_of};
+use crate::container::Container;
+use crate::cuda::{Call, DriverError, DriverFacts, GpuUse};
+use crate::discover::gate;
+use crate::error::{Cause, Failure, Left, Phase};
+use crate::journal::{Entry, Stage};
+use crate::parts::{CudaProcess, Limits, Parts, Progress, pids};
+use crate::processes::Pid;
+use crate::spec;
+use crate::suspend::suspend;
+
+/// What becomes of the container afterwards.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum After {
+    /// As it was: running, or paused.
+    LeaveRunning,
+    /// It ends, once its image is whole.
+    Exit {
+        /// CRIU itself has to kill it, as the last part of the dump: established TCP connections
+        /// would otherwise be closed in the eyes of their peers.
+        by_criu: bool,
+    },
+}
+
+/// A checkpoint that is asked for.
+#[derive(Debug)]
+pub struct Request<'a> {
+    /// Of which container.
+    pub container: &'a Container,
+    /// Its config.json.
+    pub spec: &'a Spec,
+    /// Its annotations.
+    pub annotations: &'a Annotations,
+    /// /proc/INIT/mountinfo.
+    pub mountinfo: &'a str,
+    /// What the dump is made with, for the restore.
+    pub dump: manifest::Dump,
+    /// What becomes of it.
+    pub after: After,
+    /// How long things may take.
+    pub limits: Limits,
+}
+
+/// Checkpoints. `cuda` is what [`crate::discover`] found, at least one process.
+pub fn checkpoint(
+    parts: &mut Parts<'_>,
+    request: &Request<'_>,
+    mut cuda: Vec<CudaProcess>,
+) -> Result<(), Failure> {
+    let mut progress = Progress::new(Phase::Preflight);
+    let begun = preflight(parts, request, &cuda);
+    let (host, mut entry) = begun.map_err(|cause| Failure {
+        operation: OPERATION,
+        container: request.container.id.clone(),
+        phase: Phase::Preflight,
+        log: log_of(&cause),
+        cause,
+        left: Left::Untouched,
+        image: None,
+    })?;
+
+    let made = suspend(
+        parts,
+        &mut entry,
+        &mut cuda,
+        request.annotations,
+        &request.limits,
+        &mut progress,
+    )
+    .and_then(|()| dump(parts, request, &cuda, &host, &mut progress));
+    if let Err(cause) = made {
+        return Err(fail(parts, OPERATION, &entry, progress.phase(), cause, &request.limits));
+    }
+
+    match request.after {
+        After::Exit { by_criu } => end(parts, request, &entry, by_criu),
+        After::LeaveRunning if entry.frozen => await_resume(parts, request, entry),
+        After::LeaveRunning => go_on(parts, request, &entry),
+    }
+}
+
+const OPERATION: &str = "checkpoint";
+
+/// What the driver and NVML said before anything was touched.
+struct Host {
+    facts: DriverFacts,
+    usage: Option<BTreeMap<Pid, GpuUse>>,
+}
+
+/// All that can be refused without touching the container; then the journal, which is on disk
+/// before the first lock.
+fn preflight(
+    parts: &mut Parts<'_>,
+    request: &Request<'_>,
+    cuda: &[CudaProcess],
+) -> Result<(Host, Entry), Cause> {
+    let facts = parts.driver.facts().map_err(Cause::NoDriver)?;
+    if let Some(call) = ACTIONS.iter().find(|call| facts.missing.iter().any(|m| m == call.function()))
+    {
+        let driver = facts.driver_version.clone().unwrap_or_else(|| "of unknown version".to_owned());
+        return Err(Cause::NoDriver(DriverError::Unsupported { call: *call, driver }));
+    }
+    let unknown = spec::unknown_binds(request.spec, request.mountinfo);
+    if !unknown.is_empty() {
+        return Err(Cause::UnknownMounts(unknown));
+    }
+    let usage = parts.driver.usage(&pids(cuda));
+    gate(cuda, usage.as_ref(), request.annotations)?;
+    parts.image.prepare()?;
+    let frozen = parts.freezer.frozen()?;
+    let Container { id, init, .. } = request.container;
+    let entry = Entry::new(id, *init, frozen, parts.image.path());
+    parts.journal.save(&entry)?;
+    Ok((Host { facts, usage }, entry))
+}
+
+const ACTIONS: [Call; 6] =
+    [Call::Probe, Call::State, Call::Lock, Call::Checkpoint, Call::Restore, Call::Unlock];
+
+/// From frozen and CHECKPOINTED to an image that is whole.
+fn dump(
+    parts: &mut Parts<'_>,
+    request: &Request<'_>,
+    cuda: &[CudaProcess],
+    host: &Host,
+    progress: &mut Progress,
+) -> Result<(), Cause> {
+    crate::suspend::interruptible(parts)?;
+    progress.enter(Phase::CriuDump);
+    let by_criu = matches!(request.after, After::Exit { by_criu: true });
+    parts.runtime.dump(!by_criu)?;
+    // CRIU thaws for its work and freezes again; where a version of it does not, this does.
+    if !by_criu && !parts.freezer.frozen()? {
+        parts.freezer.freeze()?;
+    }
+    progress.enter(Phase::Sync);
+    parts.image.sync()?;
+    progress.enter(Phase::Manifest);
+    let manifest = manifest(request, cuda, host, progress);
+    parts.image.finish(&manifest)
+}
+
+/// The caller wants it gone, and may have it gone now.
+fn end(
+    parts: &mut Parts<'_>,
+    request: &Request<'_>,
+    entry: &Entry,
+    by_criu: bool,
+) -> Result<(), Failure> {
+    let ended = if by_criu { Ok(()) } else { kill_and_wait(parts, entry) };
+    match ended {
+        Ok(()) => {
+            forget(parts);
+            Ok(())
+        }
+        Err(cause) => {
+            let failure = fail(parts, OPERATION, entry, Phase::Kill, cause, &request.limits);
+            Err(failure.with_image(parts.image.path()))
+        }
+    }
+}
+
+/// It was paused and stays so; its CUDA comes back with Resume.
+fn await_resume(
+    parts: &mut Parts<'_>,
+    request: &Request<'_>,
+    mut entry: Entry,
+) -> Result<(), Failure> {
+    entry.stage = Stage::AwaitingResume;
+    match parts.journal.save(&entry) {
+        Ok(()) => Ok(()),
+        Err(error) => {
+            let limits = &request.limits;
+            let failure = fail(parts, OPERATION, &entry, Phase::Manifest, error.into(), limits);
+            Err(failure.with_image(parts.image.path()))
+        }
+    }
+}
+
+/// It was running and runs on.
+fn go_on(parts: &mut Parts<'_>, request: &Request<'_>, entry: &Entry) -> Result<(), Failure> {
+    match bring_back(parts, entry, Goal::Running, Thaw::Freezer, &request.limits) {
+        Ok(()) => {
+            forget(parts);
+            Ok(())
+        }
+        Err(cause) => {
+            let text = cause.to_string();
+            let log = log_of(&cause);
+            let left = kill(parts, entry, cause);
+            forget(parts);
+            let cause = Cause::NotBack(text);
+            let container = entry.container.clone();
+            let failure = Failure {
+                operation: OPERATION,
+                container,
+                phase: Phase::CudaRestore,
+                cause,
+                left,
+                image: None,
+                log,
+            };
+            Err(failure.with_image(parts.image.path()))
+        }
+    }
+}
+
+fn forget(parts: &mut Parts<'_>) {
+    if let Err(error) = parts.journal.clear() {
+        tracing::error!(error = %crate::error::chain(&error), "the journal stays behind");
+    }
+}
+
+fn manifest(
+    request: &Request<'_>,
+    cuda: &[CudaProcess],
+    host: &Host,
+    progress: &Progress,
+) -> Manifest {
+    let processes = cuda
+        .iter()
+        .zip(0..)
+        .map(|(process, order)| {
+            let used = host.usage.as_ref().and_then(|usage| usage.get(&process.pid()));
+            let gpus = used.map(|used| used.gpus.as_slice()).unwrap_or_default();
+            manifest::Process {
+                pid: process.process.inner_pid,
+                command: process.process.command.clone(),
+                order,
+                gpus: gpus.iter().map(|(uuid, _)| uuid.clone()).collect(),
+                device_bytes: gpus.iter().map(|(_, bytes)| *bytes).sum(),
+            }
+        })
+        .collect();
+    let gpus = host.facts.gpus.iter().map(|gpu| manifest::Gpu {
+        uuid: gpu.uuid.clone(),
+        name: gpu.name.clone(),
+        memory_bytes: gpu.memory_bytes,
+    });
+    Manifest {
+        version: manifest::VERSION,
+        created: manifest::timestamp(std::time::SystemTime::now()),
+        created_by: format!("stasis {}", env!("CARGO_PKG_VERSION")),
+        container: request.container.id.clone(),
+        driver: manifest::Driver {
+            version: host.facts.driver_version.clone().unwrap_or_default(),
+            cuda: host.facts.cuda_version,
+        },
+        gpus: gpus.collect(),
+        processes,
+        dump: request.dump.clone(),
+        gpu_mounts: spec::gpu_mounts(request.spec),
+        gpu_devices: spec::gpu_devices(request.spec),
+        phases: progress.phases(),
+    }
+}
+
+/// What a checkpoint may be asked for that goes only without CUDA.
+#[must_use]
+pub fn refused_option(arguments: &crate::runc::args::Arguments) -> Option<&'static str> {
+    if arguments.has("pre-dump") {
+        return Some("--pre-dump (the GPU's memory cannot be dumped ahead)");
+    }
+    if arguments.has("lazy-pages") || arguments.value(&["page-server"]).is_some() {
+        return Some("--lazy-pages and --page-server (the image would not be whole)");
+    }
+    None
+}
+
+/// How long the lock of an operation that is just ending is waited for.
+pub const LOCK_PATIENCE: Duration = Duration::from_secs(1);

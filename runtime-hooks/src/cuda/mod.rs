@@ -1,0 +1,286 @@
+//! CUDA checkpointing as the rest of the program sees it.
+//!
+//! `Driver` is the only way to the driver. Behind it, [`client`] starts a short-lived helper
+//! process (this executable again, hidden subcommand [`HELPER_SUBCOMMAND`]) that loads libcuda,
+//! because a driver call can hang for ever and a hung call can only be ended with its process.
+//!
+//! The facts that this module relies on are NVIDIA's `cuCheckpointProcess*` API of `cuda.h`
+//! and measurements on driver 580 (H200).
+
+pub mod client;
+mod ffi;
+pub mod helper;
+mod nvml;
+mod protocol;
+pub mod search;
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use serde::{Deserialize, Serialize};
+
+use crate::processes::Pid;
+
+/// First argument that makes this executable the driver helper.
+pub const HELPER_SUBCOMMAND: &str = "__driver";
+
+/// The CUDA state of a process: `CUprocessState` of `cuda.h`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum CudaState {
+    /// CUDA calls run.
+    Running,
+    /// CUDA calls that start work block; what was submitted is done.
+    Locked,
+    /// The state of the GPU is in host memory; the GPU is released.
+    Checkpointed,
+    /// The driver gave up on this process.
+    Failed,
+    /// A value that this version does not know (13.4 has CHECKPOINTING and RESTORING).
+    Unknown(i32),
+}
+
+impl CudaState {
+    /// From the value of `CUprocessState`.
+    #[must_use]
+    pub fn from_raw(raw: i32) -> Self {
+        match raw {
+            0 => Self::Running,
+            1 => Self::Locked,
+            2 => Self::Checkpointed,
+            3 => Self::Failed,
+            other => Self::Unknown(other),
+        }
+    }
+}
+
+impl fmt::Display for CudaState {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Running => f.write_str("RUNNING"),
+            Self::Locked => f.write_str("LOCKED"),
+            Self::Checkpointed => f.write_str("CHECKPOINTED"),
+            Self::Failed => f.write_str("FAILED"),
+            Self::Unknown(raw) => write!(f, "state {raw}"),
+        }
+    }
+}
+
+/// A call to the driver. Its name in errors is the driver's.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Call {
+    /// Load the library and `cuInit`.
+    Init,
+    /// `cuCheckpointProcessGetRestoreThreadId`.
+    Probe,
+    /// `cuCheckpointProcessGetState`.
+    State,
+    /// `cuCheckpointProcessLock`.
+    Lock,
+    /// `cuCheckpointProcessCheckpoint`.
+    Checkpoint,
+    /// `cuCheckpointProcessRestore`.
+    Restore,
+    /// `cuCheckpointProcessUnlock`.
+    Unlock,
+    /// NVML: which GPUs the processes use.
+    Usage,
+}
+
+impl Call {
+    /// The name of the driver's function.
+    #[must_use]
+    pub fn function(self) -> &'static str {
+        match self {
+            Self::Init => "cuInit",
+            Self::Probe => "cuCheckpointProcessGetRestoreThreadId",
+            Self::State => "cuCheckpointProcessGetState",
+            Self::Lock => "cuCheckpointProcessLock",
+            Self::Checkpoint => "cuCheckpointProcessCheckpoint",
+            Self::Restore => "cuCheckpointProcessRestore",
+            Self::Unlock => "cuCheckpointProcessUnlock",
+            Self::Usage => "nvmlDeviceGetComputeRunningProcesses",
+        }
+    }
+
+    /// The first driver branch that has the function.
+    #[must_use]
+    pub fn since(self) -> u32 {
+        match self {
+            Self::Init | Self::Usage => 0,
+            _ => 570,
+        }
+    }
+}
+
+/// A result code of the driver that is not success: `CUresult`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct CudaError(pub i32);
+
+impl CudaError {
+    /// `CUDA_ERROR_OUT_OF_MEMORY`.
+    pub const OUT_OF_MEMORY: Self = Self(2);
+    /// `CUDA_ERROR_NOT_INITIALIZED`: for a checkpoint call, the process has no CUDA.
+    pub const NOT_INITIALIZED: Self = Self(3);
+    /// `CUDA_ERROR_OPERATING_SYSTEM`: for a checkpoint call, there is no such process.
+    pub const OPERATING_SYSTEM: Self = Self(304);
+    /// `CUDA_ERROR_ILLEGAL_STATE`: the process is not in the state that the call starts from.
+    pub const ILLEGAL_STATE: Self = Self(401);
+    /// `CUDA_ERROR_NOT_READY`: the lock's time was up.
+    pub const NOT_READY: Self = Self(600);
+    /// `CUDA_ERROR_NOT_SUPPORTED`: for a checkpoint, managed memory for example.
+    pub const NOT_SUPPORTED: Self = Self(801);
+    /// `CUDA_ERROR_TIMEOUT`.
+    pub const TIMEOUT: Self = Self(909);
+
+    fn name(self) -> Option<&'static str> {
+        Some(match self.0 {
+            1 => "CUDA_ERROR_INVALID_VALUE",
+            2 => "CUDA_ERROR_OUT_OF_MEMORY",
+            3 => "CUDA_ERROR_NOT_INITIALIZED",
+            34 => "CUDA_ERROR_STUB_LIBRARY",
+            100 => "CUDA_ERROR_NO_DEVICE",
+            101 => "CUDA_ERROR_INVALID_DEVICE",
+            304 => "CUDA_ERROR_OPERATING_SYSTEM",
+            401 => "CUDA_ERROR_ILLEGAL_STATE",
+            600 => "CUDA_ERROR_NOT_READY",
+            801 => "CUDA_ERROR_NOT_SUPPORTED",
+            802 => "CUDA_ERROR_SYSTEM_NOT_READY",
+            803 => "CUDA_ERROR_SYSTEM_DRIVER_MISMATCH",
+            909 => "CUDA_ERROR_TIMEOUT",
+            999 => "CUDA_ERROR_UNKNOWN",
+            _ => return None,
+        })
+    }
+}
+
+impl fmt::Display for CudaError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.name() {
+            Some(name) => write!(f, "{} ({name})", self.0),
+            None => write!(f, "{}", self.0),
+        }
+    }
+}
+
+/// Why the driver did not do what it was asked.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum DriverError {
+    /// The driver answered with a code.
+    #[error("{} returned {error}", call.function())]
+    Refused {
+        /// What was called.
+        call: Call,
+        /// What it returned.
+        error: CudaError,
+    },
+    /// The call did not come back in time; the helper was killed.
+    #[error("{} did not return within {after:?}; the calling helper was killed", call.function())]
+    Deadline {
+        /// What was called.
+        call: Call,
+        /// How long was waited.
+        after: Duration,
+    },
+    /// The helper ended in the middle of the call.
+    #[error("the driver helper ended during {}: {how}", call.function())]
+    HelperLost {
+        /// What was called.
+        call: Call,
+        /// Its exit status and last words.
+        how: String,
+    },
+    /// The library was not found or could not be loaded.
+    #[error("no usable libcuda.so.1: {0}")]
+    NoLibrary(String),
+    /// The library has no such function.
+    #[error(
+        "this driver ({driver}) cannot checkpoint: libcuda has no {}, which needs driver {} or later",
+        call.function(), call.since()
+    )]
+    Unsupported {
+        /// What was called.
+        call: Call,
+        /// The driver's version, as far as it is known.
+        driver: String,
+    },
+}
+
+impl DriverError {
+    /// The driver's code, if the driver answered.
+    #[must_use]
+    pub fn code(&self) -> Option<CudaError> {
+        match self {
+            Self::Refused { error, .. } => Some(*error),
+            _ => None,
+        }
+    }
+}
+
+/// One answer for each pid that was asked about.
+pub type Answers<T> = BTreeMap<Pid, Result<T, DriverError>>;
+
+/// A GPU of this host.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Gpu {
+    /// `GPU-…` as NVML and nvidia-smi print it.
+    pub uuid: String,
+    /// Product name.
+    pub name: String,
+    /// Bytes of memory.
+    pub memory_bytes: u64,
+}
+
+/// What the driver of this host is.
+#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
+pub struct DriverFacts {
+    /// Which library was loaded.
+    pub library: PathBuf,
+    /// `cuDriverGetVersion`: 13000 is CUDA 13.0.
+    pub cuda_version: u32,
+    /// NVML's driver version, `580.159.04`; none without NVML.
+    pub driver_version: Option<String>,
+    /// The GPUs, as NVML lists them; empty without NVML.
+    pub gpus: Vec<Gpu>,
+    /// Functions of the checkpoint API that the library does not have.
+    pub missing: Vec<String>,
+}
+
+/// Which GPUs a process uses, and how much of them.
+#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
+pub struct GpuUse {
+    /// UUID and bytes for each GPU on which the process has a context.
+    pub gpus: Vec<(String, Option<u64>)>,
+}
+
+/// The driver of this host. Every method comes back within its limit.
+pub trait Driver {
+    /// Loads the driver, if that was not done yet, and says what it is.
+    fn facts(&mut self) -> Result<DriverFacts, DriverError>;
+
+    /// The restore thread of each process (in this process's pid namespace); `None` for a process
+    /// without CUDA or one that is gone. The one call that also answers for frozen processes.
+    fn probe(&mut self, pids: &[Pid]) -> Answers<Option<Pid>>;
+
+    /// The state of each process. Blocks for as long as an operation on the process goes on,
+    /// also one whose caller was killed, so `limit` should be that of the operation.
+    fn states(&mut self, pids: &[Pid], limit: Duration) -> Answers<CudaState>;
+
+    /// Locks all at the same moment, giving the driver `timeout` for each.
+    fn lock(&mut self, pids: &[Pid], timeout: Duration) -> Answers<()>;
+
+    /// Checkpoints all at the same moment.
+    fn checkpoint(&mut self, pids: &[Pid], limit: Duration) -> Answers<()>;
+
+    /// Restores all at the same moment.
+    fn restore(&mut self, pids: &[Pid], limit: Duration) -> Answers<()>;
+
+    /// Unlocks all at the same moment.
+    fn unlock(&mut self, pids: &[Pid], limit: Duration) -> Answers<()>;
+
+    /// NVML's list of the GPUs that each process uses; `None` without NVML.
+    fn usage(&mut self, pids: &[Pid]) -> Option<BTreeMap<Pid, GpuUse>>;
+}

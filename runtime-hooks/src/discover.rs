@@ -1,0 +1,117 @@
+//! Which processes of the container use CUDA, and whether they can be checkpointed at all.
+//! Nothing is touched here, and all of it works on a frozen container.
+
+use std::collections::BTreeMap;
+
+use stasis_config::Annotations;
+
+use crate::cuda::{DriverError, GpuUse};
+use crate::error::Cause;
+use crate::parts::{CudaProcess, Parts, pids, who};
+use crate::processes::{Pid, Process};
+
+/// The processes with CUDA; empty for a container that is none of the driver's business.
+///
+/// The driver is asked only when a process maps libcuda or has an NVIDIA device open, so a
+/// container without CUDA costs no helper.
+pub fn discover(parts: &mut Parts<'_>) -> Result<Vec<CudaProcess>, Cause> {
+    let all = parts.processes.list()?;
+    let candidates: Vec<&Process> = all.iter().filter(|process| process.is_candidate()).collect();
+    if candidates.is_empty() {
+        return Ok(Vec::new());
+    }
+    match parts.driver.facts() {
+        Ok(_) => {}
+        // An image that brings its own libcuda to a host without GPUs.
+        Err(DriverError::NoLibrary(_))
+            if candidates.iter().all(|process| process.devices.is_empty())
+                && !parts.processes.host_has_gpu() =>
+        {
+            return Ok(Vec::new());
+        }
+        Err(error) => return Err(Cause::NoDriver(error)),
+    }
+    let cuda = probe(parts, &candidates)?;
+    if cuda.is_empty() {
+        return Ok(cuda);
+    }
+    let own = parts.hold.tracer();
+    match all.iter().find(|process| process.tracer != 0 && Some(process.tracer) != own) {
+        Some(traced) => Err(Cause::Traced { who: who(traced), tracer: traced.tracer }),
+        None => Ok(cuda),
+    }
+}
+
+/// Asks the driver which of `candidates` have CUDA.
+pub(crate) fn probe(
+    parts: &mut Parts<'_>,
+    candidates: &[&Process],
+) -> Result<Vec<CudaProcess>, Cause> {
+    let asked: Vec<Pid> = candidates.iter().map(|process| process.id.pid).collect();
+    let mut answers = parts.driver.probe(&asked);
+    let mut cuda = Vec::new();
+    for process in candidates {
+        match answers.remove(&process.id.pid) {
+            Some(Ok(Some(restore_thread))) => {
+                cuda.push(CudaProcess { process: (*process).clone(), restore_thread, found: None });
+            }
+            // Ended since it was listed.
+            _ if !parts.processes.alive(process.id) => {}
+            Some(Err(error)) => return Err(Cause::Driver { who: who(process), error }),
+            // It has loaded libcuda and not begun to use it.
+            Some(Ok(None)) | None if process.devices.is_empty() => {}
+            Some(Ok(None)) | None => {
+                let devices = process.devices.clone();
+                return Err(Cause::DeviceHolder { who: who(process), devices });
+            }
+        }
+    }
+    Ok(cuda)
+}
+
+/// Refuses what was measured to be lost at restore without a word from the driver, unless the
+/// container's annotations allow it: memory shared between processes or between GPUs.
+pub fn gate(
+    cuda: &[CudaProcess],
+    usage: Option<&BTreeMap<Pid, GpuUse>>,
+    allowed: &Annotations,
+) -> Result<(), Cause> {
+    if cuda.len() > 1 && !allowed.multi_process {
+        const SHOWN: usize = 8;
+        let mut list: Vec<String> =
+            cuda.iter().take(SHOWN).map(|process| process.who().to_string()).collect();
+        if cuda.len() > SHOWN {
+            list.push("…".to_owned());
+        }
+        return Err(Cause::MultiProcess { count: cuda.len(), list: list.join(", ") });
+    }
+    if allowed.multi_gpu {
+        return Ok(());
+    }
+    for process in cuda {
+        // NVML knows on which GPUs there is a context; without it the open device files tell,
+        // which may be more (the driver opens all that it sees).
+        let gpus = match usage.and_then(|usage| usage.get(&process.pid())) {
+            Some(used) if !used.gpus.is_empty() => used.gpus.len(),
+            _ => process.process.gpu_devices().len(),
+        };
+        if gpus > 1 {
+            return Err(Cause::MultiGpu { who: process.who(), gpus });
+        }
+    }
+    Ok(())
+}
+
+/// CUDA processes that are not among `known`.
+pub(crate) fn newcomers(
+    parts: &mut Parts<'_>,
+    known: &[CudaProcess],
+) -> Result<Vec<CudaProcess>, Cause> {
+    let known = pids(known);
+    let all = parts.processes.list()?;
+    let candidates: Vec<&Process> = all
+        .iter()
+        .filter(|process| process.is_candidate() && !known.contains(&process.id.pid))
+        .collect();
+    if candidates.is_empty() { Ok(Vec::new()) } else { probe(parts, &candidates) }
+}

@@ -1,0 +1,232 @@
+//! The tracer process: seizes threads, waits for their stops, detaches.
+//!
+//! Single-threaded, because only the thread that seized may do anything with a tracee. A stop that
+//! was asked for (`PTRACE_INTERRUPT`) leaves no trace in the program: interrupted system calls are
+//! restarted by the kernel. A thread that was stopped in front of a signal's delivery gets that
+//! signal when it is let go.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::io::{self, BufRead, Write};
+use std::process::ExitCode;
+use std::time::{Duration, Instant};
+
+use nix::errno::Errno;
+use serde::{Deserialize, Serialize};
+
+use super::{DRIVER_THREADS, Keep, Target};
+use crate::child;
+use crate::processes::Pid;
+use crate::sys::{self, Waited};
+
+/// What the client asks for.
+#[derive(Debug, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub(super) enum Request {
+    Hold(Vec<Target>),
+    Settle { milliseconds: u64 },
+}
+
+/// The answer to each.
+#[derive(Debug, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub(super) enum Reply {
+    Done,
+    Refused { pid: Pid, tid: Pid, reason: String },
+    Pending { tid: Pid, state: String },
+}
+
+/// Serves until the client closes the pipe; then the kernel lets all threads go.
+#[must_use]
+pub fn serve() -> ExitCode {
+    if child::die_with_parent().is_err() {
+        return ExitCode::FAILURE;
+    }
+    let mut held = Held::default();
+    for line in io::stdin().lock().lines() {
+        let Ok(line) = line else { return ExitCode::FAILURE };
+        let reply = match serde_json::from_str(&line) {
+            Ok(Request::Hold(targets)) => held.hold(targets),
+            Ok(Request::Settle { milliseconds }) => {
+                held.settle(Duration::from_millis(milliseconds))
+            }
+            Err(error) => {
+                eprintln!("request not understood: {error}");
+                return ExitCode::FAILURE;
+            }
+        };
+        let Ok(mut answer) = serde_json::to_vec(&reply) else { return ExitCode::FAILURE };
+        answer.push(b'\n');
+        let mut output = io::stdout().lock();
+        if output.write_all(&answer).and_then(|()| output.flush()).is_err() {
+            return ExitCode::FAILURE;
+        }
+    }
+    ExitCode::SUCCESS
+}
+
+/// How far a seized thread is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Thread {
+    /// Asked to stop.
+    Asked,
+    /// In a ptrace stop; `signal` is to be delivered when it is let go, 0 for none.
+    Stopped { signal: i32 },
+}
+
+#[derive(Debug, Default)]
+struct Held {
+    targets: Vec<Target>,
+    threads: BTreeMap<Pid, Thread>,
+}
+
+impl Held {
+    fn hold(&mut self, targets: Vec<Target>) -> Reply {
+        self.targets = targets;
+        if let Err(reply) = self.seize_new() {
+            return reply;
+        }
+        let wanted: Vec<Pid> =
+            self.targets.iter().flat_map(threads_to_hold).map(|(_, tid)| tid).collect();
+        let unwanted: Vec<Pid> =
+            self.threads.keys().copied().filter(|tid| !wanted.contains(tid)).collect();
+        self.let_go(&unwanted)
+    }
+
+    /// Stops what is not yet stopped. A thread that is not held can start new ones until it stops,
+    /// so this goes on until a look finds none.
+    fn settle(&mut self, limit: Duration) -> Reply {
+        let deadline = Instant::now() + limit;
+        loop {
+            if let Err(reply) = self.wait_for_stops(deadline) {
+                return reply;
+            }
+            match self.seize_new() {
+                Ok(0) => return Reply::Done,
+                Ok(_) => {}
+                Err(reply) => return reply,
+            }
+        }
+    }
+
+    fn seize_new(&mut self) -> Result<usize, Reply> {
+        let mut new = 0;
+        for (pid, tid) in self.targets.iter().flat_map(threads_to_hold).collect::<Vec<_>>() {
+            if self.threads.contains_key(&tid) {
+                continue;
+            }
+            match sys::seize(tid) {
+                Ok(()) => {
+                    self.threads.insert(tid, Thread::Asked);
+                    new += 1;
+                }
+                // It has ended meanwhile, or is a zombie.
+                Err(Errno::ESRCH) => {}
+                Err(Errno::EPERM) if is_dead(pid, tid) => {}
+                Err(error) => {
+                    let reason = match tracer_of(tid) {
+                        Some(other) => format!("{error}; it is traced by pid {other}"),
+                        None => error.to_string(),
+                    };
+                    return Err(Reply::Refused { pid, tid, reason });
+                }
+            }
+        }
+        Ok(new)
+    }
+
+    fn wait_for_stops(&mut self, deadline: Instant) -> Result<(), Reply> {
+        loop {
+            self.take_news();
+            let asked = self.threads.iter().find(|(_, thread)| **thread == Thread::Asked);
+            let Some((&tid, _)) = asked else { return Ok(()) };
+            if Instant::now() >= deadline {
+                return Err(Reply::Pending { tid, state: state_of(tid) });
+            }
+            std::thread::sleep(Duration::from_micros(200));
+        }
+    }
+
+    fn take_news(&mut self) {
+        loop {
+            match sys::wait_for_traced() {
+                Ok(Waited::Stopped { tid, signal }) => {
+                    self.threads.insert(tid, Thread::Stopped { signal });
+                }
+                Ok(Waited::Gone(tid)) => {
+                    self.threads.remove(&tid);
+                }
+                Ok(Waited::Nothing) => return,
+                Err(Errno::EINTR) => {}
+                // ECHILD: no thread is left.
+                Err(_) => {
+                    self.threads.clear();
+                    return;
+                }
+            }
+        }
+    }
+
+    fn let_go(&mut self, tids: &[Pid]) -> Reply {
+        self.take_news();
+        for tid in tids {
+            match self.threads.get(tid) {
+                Some(Thread::Stopped { signal }) => {
+                    // ESRCH: it was killed while it was held.
+                    let _ = sys::detach(*tid, *signal);
+                    self.threads.remove(tid);
+                }
+                // Only a stopped thread can be detached. The client ends this process instead.
+                Some(Thread::Asked) => {
+                    return Reply::Pending { tid: *tid, state: state_of(*tid) };
+                }
+                None => {}
+            }
+        }
+        Reply::Done
+    }
+}
+
+/// Process and thread ids of what `target` wants held. Empty for a process that has ended.
+fn threads_to_hold(target: &Target) -> Vec<(Pid, Pid)> {
+    let Ok(tasks) = fs::read_dir(format!("/proc/{}/task", target.pid)) else {
+        return Vec::new();
+    };
+    tasks
+        .filter_map(|task| task.ok()?.file_name().to_str()?.parse().ok())
+        .filter(|&tid| match target.keep {
+            Keep::None => true,
+            Keep::All => false,
+            Keep::RestoreThread(kept) => tid != kept,
+            Keep::Driver(kept) => tid != kept && !is_driver_thread(target.pid, tid),
+        })
+        .map(|tid| (target.pid, tid))
+        .collect()
+}
+
+fn is_driver_thread(pid: Pid, tid: Pid) -> bool {
+    // A main thread keeps the program's name, which may begin in any way.
+    pid != tid
+        && fs::read_to_string(format!("/proc/{pid}/task/{tid}/comm"))
+            .is_ok_and(|name| name.starts_with(DRIVER_THREADS))
+}
+
+fn status_field(tid: Pid, field: &str) -> Option<String> {
+    let status = fs::read(format!("/proc/{tid}/status")).ok()?;
+    let status = String::from_utf8_lossy(&status);
+    let value = status.lines().find_map(|line| line.strip_prefix(field)?.strip_prefix(':'))?;
+    Some(value.trim().to_owned())
+}
+
+fn tracer_of(tid: Pid) -> Option<Pid> {
+    status_field(tid, "TracerPid")?.parse().ok().filter(|&pid| pid != 0)
+}
+
+fn state_of(tid: Pid) -> String {
+    status_field(tid, "State").unwrap_or_else(|| "unknown".to_owned())
+}
+
+fn is_dead(pid: Pid, tid: Pid) -> bool {
+    fs::read_to_string(format!("/proc/{pid}/task/{tid}/stat"))
+        .map_or(true, |stat| stat.rsplit(')').next().is_some_and(|s| s.starts_with(" Z") || s.starts_with(" X")))
+}

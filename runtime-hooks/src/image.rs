@@ -1,0 +1,195 @@
+//! The image directory: what CRIU wrote and the manifest beside it.
+
+use std::fs::{self, File, OpenOptions};
+use std::io::{self, Read};
+use std::os::unix::fs::{DirBuilderExt as _, OpenOptionsExt as _};
+use std::path::{Path, PathBuf};
+
+use stasis_config::{Manifest, ManifestError};
+
+use crate::error::Cause;
+
+/// The image of a checkpoint.
+pub trait Image {
+    /// Makes the directory ready: it exists, can be written, and has no manifest of an earlier
+    /// checkpoint, so that a dump that fails half-way cannot be taken for whole.
+    fn prepare(&mut self) -> Result<(), Cause>;
+    /// Returns once all that CRIU wrote is on the disk.
+    fn sync(&mut self) -> Result<(), Cause>;
+    /// Writes the manifest, last of all.
+    fn finish(&mut self, manifest: &Manifest) -> Result<(), Cause>;
+    /// The directory.
+    fn path(&self) -> &Path;
+}
+
+/// [`Image`] in the file system.
+#[derive(Debug)]
+pub struct ImageDirectory(PathBuf);
+
+impl ImageDirectory {
+    /// `path` need not exist yet.
+    #[must_use]
+    pub fn new(path: PathBuf) -> Self {
+        Self(path)
+    }
+
+    fn error(&self, what: &str, error: &io::Error) -> Cause {
+        Cause::Image { path: self.0.clone(), reason: format!("{what}: {error}") }
+    }
+}
+
+impl Image for ImageDirectory {
+    fn prepare(&mut self) -> Result<(), Cause> {
+        fs::DirBuilder::new()
+            .recursive(true)
+            .mode(0o700)
+            .create(&self.0)
+            .map_err(|error| self.error("cannot be created", &error))?;
+        Manifest::remove(&self.0)?;
+        // Told now and not after minutes of copying: a full or read-only file system.
+        let probe = self.0.join(".stasis-probe");
+        let written = OpenOptions::new()
+            .create_new(true)
+            .write(true)
+            .mode(0o600)
+            .custom_flags(nix::libc::O_NOFOLLOW)
+            .open(&probe)
+            .and_then(|mut file| io::Write::write_all(&mut file, &[0; 4096]));
+        let removed = fs::remove_file(&probe);
+        written.and(removed).map_err(|error| self.error("cannot be written", &error))
+    }
+
+    fn sync(&mut self) -> Result<(), Cause> {
+        let failed = |error| self.error("cannot be written to disk", &error);
+        // File by file and not syncfs: an error is then reported for the file it belongs to.
+        for entry in fs::read_dir(&self.0).map_err(failed)? {
+            let entry = entry.map_err(failed)?;
+            if entry.file_type().map_err(failed)?.is_file() {
+                let file = OpenOptions::new()
+                    .read(true)
+                    .custom_flags(nix::libc::O_NOFOLLOW)
+                    .open(entry.path())
+                    .map_err(failed)?;
+                file.sync_all().map_err(failed)?;
+            }
+        }
+        File::open(&self.0).and_then(|directory| directory.sync_all()).map_err(failed)
+    }
+
+    fn finish(&mut self, manifest: &Manifest) -> Result<(), Cause> {
+        Ok(manifest.write(&self.0)?)
+    }
+
+    fn path(&self) -> &Path {
+        &self.0
+    }
+}
+
+/// What an image is.
+#[derive(Debug)]
+pub enum Kind {
+    /// Written by us: with CUDA.
+    Cuda(Box<Manifest>),
+    /// No process in it maps libcuda, or CRIU's own plugin took care of it: the runtime restores
+    /// it as it is.
+    Plain,
+}
+
+/// Tells what an image is. One with CUDA and nobody's mark is refused: its processes would find
+/// their GPU gone.
+pub fn kind(image: &Path) -> Result<Kind, Cause> {
+    match Manifest::read(image) {
+        Ok(Some(manifest)) => return Ok(Kind::Cuda(Box::new(manifest))),
+        Ok(None) => {}
+        // The runtime says what is wrong with a directory that is not there.
+        Err(ManifestError::Directory { source, .. }) if source.kind() == io::ErrorKind::NotFound => {
+            return Ok(Kind::Plain);
+        }
+        Err(error) => return Err(error.into()),
+    }
+    let unfinished = mentions(&image.join("files.img"), b"libcuda.so")
+        && !mentions(&image.join("inventory.img"), b"cuda_plugin");
+    if unfinished {
+        return Err(Cause::Needs {
+            path: image.to_owned(),
+            reason: format!(
+                "it holds processes with CUDA but no {}: the checkpoint did not finish, or was \
+                 not made by Stasis, and its GPU memory is not in it",
+                stasis_config::MANIFEST_FILE
+            ),
+        });
+    }
+    Ok(Kind::Plain)
+}
+
+/// Whether a file contains the bytes. CRIU's images hold names of files and plugins as plain
+/// bytes, so this needs no decoder for them.
+fn mentions(path: &Path, needle: &[u8]) -> bool {
+    const CHUNK: usize = 1 << 20;
+    let flags = nix::libc::O_NOFOLLOW | nix::libc::O_NONBLOCK;
+    let Ok(mut file) = OpenOptions::new().read(true).custom_flags(flags).open(path) else {
+        return false;
+    };
+    if !file.metadata().is_ok_and(|metadata| metadata.is_file()) {
+        return false;
+    }
+    let mut window: Vec<u8> = Vec::new();
+    let mut chunk = vec![0; CHUNK];
+    loop {
+        let length = match file.read(&mut chunk) {
+            Ok(0) | Err(_) => return false,
+            Ok(length) => length,
+        };
+        window.extend_from_slice(&chunk[..length]);
+        if window.windows(needle.len()).any(|bytes| bytes == needle) {
+            return true;
+        }
+        // What could be the beginning of a match goes on to the next round.
+        let keep = window.len().min(needle.len() - 1);
+        window.drain(..window.len() - keep);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_image_with_cuda_and_no_mark_is_refused() {
+        let directory = tempfile::tempdir().unwrap();
+        let image = directory.path();
+        assert!(matches!(kind(image).unwrap(), Kind::Plain));
+        let mut files = vec![b'x'; (1 << 20) - 4];
+        files.extend_from_slice(b"/usr/lib/libcuda.so.580.159.04");
+        fs::write(image.join("files.img"), files).unwrap();
+        let error = kind(image).unwrap_err().to_string();
+        assert!(error.contains("stasis.json"), "{error}");
+        fs::write(image.join("inventory.img"), b"..cuda_plugin..").unwrap();
+        assert!(matches!(kind(image).unwrap(), Kind::Plain));
+    }
+
+    #[test]
+    fn a_missing_image_is_the_runtimes_to_refuse() {
+        assert!(matches!(kind(Path::new("/nonexistent/image")).unwrap(), Kind::Plain));
+    }
+
+    #[test]
+    fn preparing_removes_an_old_manifest_and_leaves_nothing() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("a/b");
+        let mut image = ImageDirectory::new(path.clone());
+        image.prepare().unwrap();
+        fs::write(path.join(stasis_config::MANIFEST_FILE), "{}").unwrap();
+        image.prepare().unwrap();
+        image.sync().unwrap();
+        assert_eq!(fs::read_dir(&path).unwrap().count(), 0);
+    }
+
+    #[test]
+    fn an_image_path_that_is_a_file_is_an_error() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("file");
+        fs::write(&path, "").unwrap();
+        assert!(ImageDirectory::new(path).prepare().is_err());
+    }
+}

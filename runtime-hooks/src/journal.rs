@@ -1,0 +1,308 @@
+//! The journal: what is under way with a container, so that the next operation can put right what
+//! a killed one left behind. One file a container, in the state directory.
+//!
+//! It also carries the state from a checkpoint of a paused container to its resume, which are
+//! separate processes.
+
+use std::fs::{self, File, OpenOptions};
+use std::io::{self, Write};
+use std::os::unix::fs::{DirBuilderExt as _, OpenOptionsExt as _};
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use nix::fcntl::{Flock, FlockArg};
+use serde::{Deserialize, Serialize};
+
+use crate::cuda::CudaState;
+use crate::processes::ProcessId;
+
+const VERSION: u32 = 1;
+
+/// What is under way.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Entry {
+    /// Format of this file.
+    version: u32,
+    /// The container.
+    pub container: String,
+    /// Its init process: tells a later container of the same id.
+    pub init: ProcessId,
+    /// How far it is.
+    pub stage: Stage,
+    /// Whether the container was frozen when the operation began.
+    pub frozen: bool,
+    /// The CUDA processes, each with the state in which it was found (and goes back to).
+    pub processes: Vec<(ProcessId, CudaState)>,
+    /// The image of the checkpoint.
+    pub image: PathBuf,
+}
+
+/// How far an operation is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Stage {
+    /// Before and during the dump: a failure brings everything back.
+    Suspending,
+    /// The image is whole and the container stays paused, its CUDA checkpointed, until Resume.
+    AwaitingResume,
+}
+
+impl Entry {
+    /// A new operation.
+    #[must_use]
+    pub fn new(container: &str, init: ProcessId, frozen: bool, image: &Path) -> Self {
+        Self {
+            version: VERSION,
+            container: container.to_owned(),
+            init,
+            stage: Stage::Suspending,
+            frozen,
+            processes: Vec::new(),
+            image: image.to_owned(),
+        }
+    }
+}
+
+/// Keeps the entry of one container.
+pub trait Journal {
+    /// Writes or replaces the entry; once it returns, the entry survives this process.
+    fn save(&mut self, entry: &Entry) -> Result<(), JournalError>;
+    /// The operation has ended.
+    fn clear(&mut self) -> Result<(), JournalError>;
+}
+
+/// The journal could not be used.
+#[derive(Debug, thiserror::Error)]
+pub enum JournalError {
+    /// A file of it.
+    #[error("cannot use the journal {}", path.display())]
+    File {
+        /// Which.
+        path: PathBuf,
+        /// Why.
+        source: io::Error,
+    },
+    /// Its content.
+    #[error("the journal {} is damaged", path.display())]
+    Format {
+        /// Which.
+        path: PathBuf,
+        /// Why.
+        source: serde_json::Error,
+    },
+    /// Written by another version.
+    #[error("the journal {} has version {found}; this program knows {VERSION}", path.display())]
+    Version {
+        /// Which.
+        path: PathBuf,
+        /// Its version.
+        found: u32,
+    },
+    /// Somebody else is at work.
+    #[error("another checkpoint, restore or resume of this container is in progress")]
+    Busy,
+}
+
+/// [`Journal`] and lock of one container, as files.
+#[derive(Debug)]
+pub struct JournalFile {
+    directory: PathBuf,
+    name: String,
+}
+
+/// While it lives, no other operation on the container begins.
+#[derive(Debug)]
+pub struct Lock {
+    _file: Flock<File>,
+}
+
+impl JournalFile {
+    /// `runtime_root` is the runtime's root directory: the same id under another root (a containerd
+    /// namespace, Podman) is another container.
+    #[must_use]
+    pub fn new(state: &Path, runtime_root: &Path, id: &str) -> Self {
+        let directory = state.join(root_name(runtime_root));
+        Self { directory, name: id.to_owned() }
+    }
+
+    fn path(&self, suffix: &str) -> PathBuf {
+        self.directory.join(format!("{}.{suffix}", self.name))
+    }
+
+    fn error(path: &Path) -> impl FnOnce(io::Error) -> JournalError {
+        move |source| JournalError::File { path: path.to_owned(), source }
+    }
+
+    /// Whether there is an entry. Costs one system call.
+    #[must_use]
+    pub fn exists(&self) -> bool {
+        self.path("json").exists()
+    }
+
+    /// Whether any file of this container is there.
+    #[must_use]
+    pub fn in_use(&self) -> bool {
+        self.exists() || self.path("lock").exists()
+    }
+
+    /// Takes the lock. Waits up to `patience` for an operation that is just ending.
+    pub fn lock(&self, patience: Duration) -> Result<Lock, JournalError> {
+        let path = self.path("lock");
+        fs::DirBuilder::new()
+            .recursive(true)
+            .mode(0o700)
+            .create(&self.directory)
+            .map_err(Self::error(&self.directory))?;
+        let deadline = Instant::now() + patience;
+        loop {
+            let mut file = OpenOptions::new()
+                .create(true)
+                .truncate(false)
+                .write(true)
+                .mode(0o600)
+                .custom_flags(nix::libc::O_NOFOLLOW)
+                .open(&path)
+                .map_err(Self::error(&path))?;
+            match Flock::lock(file, FlockArg::LockExclusiveNonblock) {
+                // `delete` removes the file; a lock on the removed one would exclude nobody.
+                Ok(lock) if same_file(&lock, &path) => return Ok(Lock { _file: lock }),
+                Ok(lock) => drop(lock),
+                Err((returned, nix::errno::Errno::EWOULDBLOCK)) => {
+                    file = returned;
+                    drop(file);
+                    if Instant::now() >= deadline {
+                        return Err(JournalError::Busy);
+                    }
+                    std::thread::sleep(Duration::from_millis(10));
+                }
+                Err((_, error)) => return Err(Self::error(&path)(error.into())),
+            }
+        }
+    }
+
+    /// The entry, if there is one.
+    pub fn load(&self) -> Result<Option<Entry>, JournalError> {
+        let path = self.path("json");
+        let text = match fs::read(&path) {
+            Ok(text) => text,
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+            Err(source) => return Err(JournalError::File { path, source }),
+        };
+        let entry: Entry = serde_json::from_slice(&text)
+            .map_err(|source| JournalError::Format { path: path.clone(), source })?;
+        if entry.version != VERSION {
+            return Err(JournalError::Version { path, found: entry.version });
+        }
+        Ok(Some(entry))
+    }
+
+    /// The container is gone: nothing of it is kept.
+    pub fn forget(&self) {
+        for suffix in ["json", "json.new", "lock"] {
+            let _ = fs::remove_file(self.path(suffix));
+        }
+    }
+}
+
+impl Journal for JournalFile {
+    fn save(&mut self, entry: &Entry) -> Result<(), JournalError> {
+        let new = self.path("json.new");
+        let text = serde_json::to_vec(entry)
+            .map_err(|source| JournalError::Format { path: new.clone(), source })?;
+        let written = OpenOptions::new()
+            .create(true)
+            .truncate(true)
+            .write(true)
+            .mode(0o600)
+            .custom_flags(nix::libc::O_NOFOLLOW)
+            .open(&new)
+            .and_then(|mut file| {
+                file.write_all(&text)?;
+                file.sync_all()
+            });
+        written.map_err(Self::error(&new))?;
+        let path = self.path("json");
+        fs::rename(&new, &path).map_err(Self::error(&path))
+    }
+
+    fn clear(&mut self) -> Result<(), JournalError> {
+        let path = self.path("json");
+        match fs::remove_file(&path) {
+            Err(error) if error.kind() != io::ErrorKind::NotFound => Err(Self::error(&path)(error)),
+            _ => Ok(()),
+        }
+    }
+}
+
+fn same_file(file: &File, path: &Path) -> bool {
+    use std::os::unix::fs::MetadataExt as _;
+    match (file.metadata(), fs::metadata(path)) {
+        (Ok(open), Ok(named)) => open.ino() == named.ino() && open.dev() == named.dev(),
+        _ => false,
+    }
+}
+
+/// A directory name for a runtime root: FNV-1a of the path, which does not change between
+/// versions as the standard library's hash may.
+fn root_name(root: &Path) -> String {
+    let hash = root.as_os_str().as_encoded_bytes().iter().fold(0xcbf2_9ce4_8422_2325, |hash: u64, byte| {
+        (hash ^ u64::from(*byte)).wrapping_mul(0x0100_0000_01b3)
+    });
+    format!("{hash:016x}")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn entry() -> Entry {
+        let init = ProcessId { pid: 7, start_time: 8 };
+        let mut entry = Entry::new("c1", init, true, Path::new("/image"));
+        entry.processes.push((init, CudaState::Running));
+        entry
+    }
+
+    #[test]
+    fn what_was_saved_is_loaded_until_it_is_cleared() {
+        let state = tempfile::tempdir().unwrap();
+        let mut journal = JournalFile::new(state.path(), Path::new("/run/runc"), "c1");
+        let _lock = journal.lock(Duration::ZERO).unwrap();
+        assert!(!journal.exists());
+        journal.save(&entry()).unwrap();
+        assert_eq!(journal.load().unwrap(), Some(entry()));
+        journal.clear().unwrap();
+        journal.clear().unwrap();
+        assert_eq!(journal.load().unwrap(), None);
+    }
+
+    #[test]
+    fn two_operations_exclude_each_other_and_other_containers_do_not() {
+        let state = tempfile::tempdir().unwrap();
+        let journal = |root: &str, id| JournalFile::new(state.path(), Path::new(root), id);
+        let lock = journal("/a", "c1").lock(Duration::ZERO).unwrap();
+        let busy = journal("/a", "c1").lock(Duration::ZERO).unwrap_err();
+        assert!(matches!(busy, JournalError::Busy));
+        journal("/b", "c1").lock(Duration::ZERO).unwrap();
+        journal("/a", "c2").lock(Duration::ZERO).unwrap();
+        drop(lock);
+        journal("/a", "c1").lock(Duration::ZERO).unwrap();
+    }
+
+    #[test]
+    fn a_damaged_or_newer_journal_is_named() {
+        let state = tempfile::tempdir().unwrap();
+        let mut journal = JournalFile::new(state.path(), Path::new("/a"), "c1");
+        let _lock = journal.lock(Duration::ZERO).unwrap();
+        fs::write(journal.path("json"), "{").unwrap();
+        assert!(matches!(journal.load().unwrap_err(), JournalError::Format { .. }));
+        let newer = Entry { version: 9, ..entry() };
+        journal.save(&newer).unwrap();
+        assert!(journal.load().unwrap_err().to_string().contains("version 9"));
+    }
+
+    #[test]
+    fn names_of_roots_do_not_change() {
+        assert_eq!(root_name(Path::new("/run/containerd/runc/default")), "7cb686ffc1b1d3ae");
+    }
+}

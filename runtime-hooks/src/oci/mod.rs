@@ -1,0 +1,104 @@
+//! `stasis-runc`: an OCI runtime with runc's command line.
+//!
+//! checkpoint, restore, resume and delete stay in front of the runtime; all else prepares and is
+//! then replaced by it (`execve`), so that it costs no process and nothing can differ.
+
+mod operations;
+mod path;
+mod report;
+
+use std::convert::Infallible;
+use std::ffi::{OsStr, OsString};
+use std::os::unix::process::CommandExt as _;
+use std::path::{Path, PathBuf};
+use std::process::{Command, ExitCode};
+
+use stasis_config::Config;
+
+use crate::runc::args::CommandLine;
+use report::Report;
+
+/// Runs `stasis-runc` with `arguments` (without the program's name).
+#[must_use]
+pub fn main(arguments: &[OsString]) -> ExitCode {
+    let line = CommandLine::recognise(arguments);
+    let report = Report::new(line.as_ref());
+    let done = Config::load().map_err(|error| {
+        let text = crate::error::chain(&error);
+        anyhow::Error::msg(format!("stasis: {text}; nothing was done"))
+    });
+    let done = done.and_then(|config| {
+        report::log_to(&config.log);
+        run(&config, arguments, line.as_ref())
+    });
+    match done {
+        Ok(code) => code,
+        Err(error) => {
+            report.error(&format!("{error:#}").replace('\n', " "));
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn run(
+    config: &Config,
+    arguments: &[OsString],
+    line: Option<&CommandLine>,
+) -> anyhow::Result<ExitCode> {
+    let program = path::runtime(&config.runtime.path)?;
+    let recognised = line.and_then(|line| Some((line, line.id()?.to_str()?)));
+    if let Some((line, id)) = recognised
+        && !line.asks_for_help()
+    {
+        let context = Context { config, program: &program, line, id };
+        match line.subcommand.as_str() {
+            "checkpoint" => return operations::checkpoint(&context),
+            "restore" => return operations::restore(&context),
+            "resume" => return operations::resume(&context),
+            "delete" => return operations::delete(&context),
+            "create" | "run" => operations::check_annotations(&context)?,
+            "pause" | "exec" => operations::repair_first(&context)?,
+            _ => {}
+        }
+    }
+    match become_runtime(&program, arguments)? {}
+}
+
+/// What an operation works with.
+struct Context<'a> {
+    config: &'a Config,
+    program: &'a Path,
+    line: &'a CommandLine,
+    id: &'a str,
+}
+
+impl Context<'_> {
+    /// The runtime's root directory: where its containers' states are.
+    fn root(&self) -> PathBuf {
+        self.line.global("root").map_or_else(
+            || match self.program.file_name().and_then(OsStr::to_str) {
+                Some("crun") => "/run/crun".into(),
+                _ => "/run/runc".into(),
+            },
+            PathBuf::from,
+        )
+    }
+
+    /// The runtime in our place, with the caller's arguments.
+    fn become_runtime(&self) -> anyhow::Result<Infallible> {
+        let CommandLine { globals, subcommand, rest } = self.line;
+        let mut arguments = globals.clone();
+        arguments.push(subcommand.into());
+        arguments.extend_from_slice(rest);
+        become_runtime(self.program, &arguments)
+    }
+}
+
+/// Replaces this process. Environment, descriptors, directory and signal mask stay.
+fn become_runtime(program: &Path, arguments: &[OsString]) -> anyhow::Result<Infallible> {
+    let error = Command::new(program).args(arguments).exec();
+    Err(anyhow::Error::new(error).context(format!(
+        "stasis: cannot execute {}; set runtime.path in config.toml",
+        program.display()
+    )))
+}

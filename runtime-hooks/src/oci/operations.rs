@@ -1,0 +1,380 @@
+//! The subcommands that are more than the runtime's.
+
+use std::fs;
+use std::os::unix::fs::DirBuilderExt as _;
+use std::path::{Path, PathBuf};
+use std::process::{Command, ExitCode};
+use std::time::Duration;
+
+use anyhow::Context as _;
+use nix::sys::signal::Signal;
+use stasis_config::{Annotations, manifest};
+
+use super::Context;
+use crate::checkpoint::{self, After, LOCK_PATIENCE};
+use crate::child::Program;
+use crate::container::{Container, ContainerError};
+use crate::cuda::client::HelperDriver;
+use crate::discover::discover;
+use crate::error::{Cause, Failure, Left, Phase, chain};
+use crate::hold::Tracer;
+use crate::image::{self, ImageDirectory};
+use crate::interrupt;
+use crate::journal::{JournalError, JournalFile, Stage};
+use crate::parts::{Limits, Parts};
+use crate::processes::{CgroupProcesses, Processes};
+use crate::restore::{self, RestoreParts};
+use crate::resume;
+use crate::runc::Runc;
+use crate::runc::args::Arguments;
+use crate::runc::criu::{LogStore, Options};
+use crate::sockets::established_tcp;
+use crate::{spec, sys};
+
+/// `checkpoint`.
+pub(super) fn checkpoint(context: &Context<'_>) -> anyhow::Result<ExitCode> {
+    let container = match Container::load(&context.root(), context.id) {
+        Ok(container) => container,
+        // The runtime has the words for these.
+        Err(ContainerError::NotFound { .. } | ContainerError::NotRunning(_)) => {
+            match context.become_runtime()? {}
+        }
+        Err(error) => return Err(untouched(context, "checkpoint", error.into())),
+    };
+    interrupt::listen()?;
+    let journal = context.journal();
+    let _lock = journal
+        .lock(LOCK_PATIENCE)
+        .map_err(|error| untouched(context, "checkpoint", error.into()))?;
+    let mut tools = Tools::new(context, journal)?;
+    let arguments = context.line.arguments();
+    tools.image = ImageDirectory::new(absolute(arguments.image_path())?);
+    let mut world = World::of(&container, &mut tools)
+        .map_err(|cause| untouched(context, "checkpoint", cause))?;
+    world.repair(context, &container)?;
+    let cuda = discover(&mut world.parts())
+        .map_err(|cause| failure(context, "checkpoint", Phase::Discover, cause))?;
+    if cuda.is_empty() {
+        drop(world);
+        return without_cuda(context, "checkpoint", &tools);
+    }
+    if let Some(option) = checkpoint::refused_option(&arguments) {
+        return Err(untouched(context, "checkpoint", Cause::Option(option)));
+    }
+    let spec = spec::load(&container.bundle)
+        .map_err(|error| untouched(context, "checkpoint", error.into()))?;
+    let annotations = annotations(context, &container.bundle)
+        .map_err(|cause| untouched(context, "checkpoint", cause))?;
+    let mountinfo = fs::read_to_string(format!("/proc/{}/mountinfo", container.init.pid))
+        .map_err(|_| untouched(context, "checkpoint", Cause::Gone))?;
+    let dump = world.tools.runc.flags_of(&arguments);
+    let after = if arguments.has("leave-running") {
+        After::LeaveRunning
+    } else {
+        let pids: Vec<_> =
+            world.processes.list()?.iter().map(|process| process.id.pid).collect();
+        After::Exit { by_criu: dump.tcp_established && established_tcp(&pids) }
+    };
+    world.tools.runc.criu.without_plugins = true;
+    let request = checkpoint::Request {
+        container: &container,
+        spec: &spec,
+        annotations: &annotations,
+        mountinfo: &mountinfo,
+        dump,
+        after,
+        limits: Limits::new(&context.config.cuda, annotations.lock_timeout),
+    };
+    checkpoint::checkpoint(&mut world.parts(), &request, cuda)?;
+    Ok(ExitCode::SUCCESS)
+}
+
+/// `restore`.
+pub(super) fn restore(context: &Context<'_>) -> anyhow::Result<ExitCode> {
+    let arguments = context.line.arguments();
+    let image = absolute(arguments.image_path())?;
+    let kind = image::kind(&image).map_err(|cause| untouched(context, "restore", cause))?;
+    let journal = context.journal();
+    let image::Kind::Cuda(manifest) = kind else {
+        let tools = Tools::new(context, journal)?;
+        return without_cuda(context, "restore", &tools);
+    };
+    interrupt::listen()?;
+    let _lock =
+        journal.lock(LOCK_PATIENCE).map_err(|error| untouched(context, "restore", error.into()))?;
+    let mut tools = Tools::new(context, journal)?;
+    let bundle = absolute(arguments.bundle())?;
+    let spec =
+        spec::load(&bundle).map_err(|error| untouched(context, "restore", error.into()))?;
+    let annotations = annotations(context, &bundle)
+        .map_err(|cause| untouched(context, "restore", cause))?;
+    tools.runc.restore_as_dumped(&manifest.dump);
+    let root = context.root();
+    let restored = || -> Result<_, Cause> {
+        let container = Container::load(&root, context.id)?;
+        let processes = CgroupProcesses::new(&container.cgroup.directory, container.init.pid)?;
+        Ok((container.init, Box::new(processes) as Box<dyn Processes>))
+    };
+    let mut parts = RestoreParts {
+        driver: &mut tools.driver,
+        runtime: &mut tools.runc,
+        journal: &mut tools.journal,
+        restored: &restored,
+        interrupted: &interrupt::interrupted,
+    };
+    let request = restore::Request {
+        container: context.id,
+        image: &image,
+        manifest: &manifest,
+        spec: &spec,
+        limits: Limits::new(&context.config.cuda, annotations.lock_timeout),
+    };
+    restore::restore(&mut parts, &request)?;
+    Ok(ExitCode::SUCCESS)
+}
+
+/// `resume`.
+pub(super) fn resume(context: &Context<'_>) -> anyhow::Result<ExitCode> {
+    let journal = context.journal();
+    if !journal.exists() {
+        match context.become_runtime()? {}
+    }
+    interrupt::listen()?;
+    let _lock =
+        journal.lock(LOCK_PATIENCE).map_err(|error| untouched(context, "resume", error.into()))?;
+    let entry = journal.load().map_err(|error| untouched(context, "resume", error.into()))?;
+    let container = Container::load(&context.root(), context.id);
+    let (Some(entry), Ok(container)) = (entry, container) else {
+        // Gone: the runtime says so. What the journal says is of no use any more.
+        journal.forget();
+        match context.become_runtime()? {}
+    };
+    let mut tools = Tools::new(context, journal)?;
+    let limits = Limits::new(&context.config.cuda, None);
+    let mut world =
+        World::of(&container, &mut tools).map_err(|cause| untouched(context, "resume", cause))?;
+    if entry.frozen && entry.init == container.init {
+        resume::resume(&mut world.parts(), &entry, &limits)?;
+        return Ok(ExitCode::SUCCESS);
+    }
+    resume::repair(&mut world.parts(), &entry, container.init, &limits)?;
+    match context.become_runtime()? {}
+}
+
+/// `delete`: never waits for an operation. Its state files go with the container.
+pub(super) fn delete(context: &Context<'_>) -> anyhow::Result<ExitCode> {
+    let journal = context.journal();
+    if !journal.in_use() {
+        match context.become_runtime()? {}
+    }
+    let mut command = Command::new(context.program);
+    command.args(&context.line.globals).arg("delete").args(&context.line.rest);
+    sys::die_with_parent_thread(&mut command, Signal::SIGKILL);
+    let status = command.status().with_context(|| {
+        format!("stasis: cannot execute {}", context.program.display())
+    })?;
+    if !context.root().join(context.id).exists() {
+        journal.forget();
+    }
+    Ok(ExitCode::from(u8::try_from(status.code().unwrap_or(1)).unwrap_or(1)))
+}
+
+/// Before `create` and `run`: an annotation that this host refuses is told now and not at the
+/// first checkpoint.
+pub(super) fn check_annotations(context: &Context<'_>) -> anyhow::Result<()> {
+    let bundle = context.line.arguments().bundle();
+    annotations(context, &bundle).map(|_| ()).map_err(|cause| untouched(context, "create", cause))
+}
+
+/// Before `pause` and `exec`: puts right what a killed operation left behind. One that is under
+/// way, or a paused container that awaits its resume, is left alone.
+pub(super) fn repair_first(context: &Context<'_>) -> anyhow::Result<()> {
+    let journal = context.journal();
+    if !journal.exists() {
+        return Ok(());
+    }
+    let _lock = match journal.lock(Duration::ZERO) {
+        Ok(lock) => lock,
+        Err(JournalError::Busy) => return Ok(()),
+        Err(error) => return Err(untouched(context, "repair", error.into())),
+    };
+    let entry = journal.load().map_err(|error| untouched(context, "repair", error.into()))?;
+    let container = Container::load(&context.root(), context.id);
+    if let (Some(entry), Ok(container)) = (entry, container)
+        && entry.stage == Stage::Suspending
+    {
+        let mut tools = Tools::new(context, journal)?;
+        let mut world = World::of(&container, &mut tools)
+            .map_err(|cause| untouched(context, "repair", cause))?;
+        world.repair(context, &container)?;
+    }
+    Ok(())
+}
+
+/// The runtime in our place for a container without CUDA: with the caller's arguments, and with
+/// the configured options of CRIU where there are any.
+fn without_cuda(context: &Context<'_>, subcommand: &str, tools: &Tools) -> anyhow::Result<ExitCode> {
+    let command = tools.runc.plain(subcommand);
+    let error = std::os::unix::process::CommandExt::exec(&mut { command });
+    Err(anyhow::Error::new(error)
+        .context(format!("stasis: cannot execute {}", context.program.display())))
+}
+
+impl Context<'_> {
+    fn journal(&self) -> JournalFile {
+        JournalFile::new(&self.config.state.directory, &self.root(), self.id)
+    }
+}
+
+/// The real things behind the traits.
+struct Tools {
+    driver: HelperDriver,
+    hold: Tracer,
+    runc: Runc,
+    journal: JournalFile,
+    image: ImageDirectory,
+}
+
+impl Tools {
+    fn new(context: &Context<'_>, journal: JournalFile) -> anyhow::Result<Self> {
+        let config = context.config;
+        let state = &config.state.directory;
+        let no_plugins = state.join("no-criu-plugins");
+        fs::DirBuilder::new()
+            .recursive(true)
+            .mode(0o700)
+            .create(&no_plugins)
+            .with_context(|| format!("stasis: state directory {}", state.display()))?;
+        let mut criu = Options::from_config(&config.criu);
+        criu.config_file = criu_config_file(context)?;
+        let runc = Runc {
+            program: context.program.to_owned(),
+            globals: context.line.globals.clone(),
+            id: context.id.into(),
+            arguments: Some(context.line.arguments()),
+            criu,
+            no_plugins,
+            logs: LogStore {
+                directory: config.log.directory.clone(),
+                keep: usize::try_from(config.log.keep).unwrap_or(usize::MAX),
+            },
+        };
+        Ok(Self {
+            driver: HelperDriver::new(Program::this(), &config.cuda),
+            hold: Tracer::new(Program::this()),
+            runc,
+            journal,
+            image: ImageDirectory::new(PathBuf::new()),
+        })
+    }
+}
+
+/// Writes CRIU's options that runc has no flag for. The same for all containers of a
+/// configuration, so two at once write the same.
+fn criu_config_file(context: &Context<'_>) -> anyhow::Result<Option<PathBuf>> {
+    let present = std::env::var_os("CRIU_CONFIG_FILE").and_then(|path| fs::read_to_string(path).ok());
+    let text = Options::config_text(&context.config.criu, present.as_deref());
+    let Some(text) = text else { return Ok(None) };
+    let directory = &context.config.state.directory;
+    let path = directory.join(format!("criu-{}.conf", std::process::id()));
+    let named = directory.join("criu.conf");
+    fs::DirBuilder::new().recursive(true).mode(0o700).create(directory)?;
+    fs::write(&path, text)
+        .and_then(|()| fs::rename(&path, &named))
+        .with_context(|| format!("stasis: cannot write {}", named.display()))?;
+    Ok(Some(named))
+}
+
+impl Runc {
+    /// The runtime for a container without CUDA.
+    fn plain(&self, subcommand: &str) -> Command {
+        self.plain_command(subcommand)
+    }
+
+    /// What the dump is made with, for the manifest.
+    fn flags_of(&self, arguments: &Arguments) -> manifest::Dump {
+        manifest::Dump {
+            tcp_established: self.criu.tcp_established || arguments.has("tcp-established"),
+            external_unix_sockets: self.criu.external_unix_sockets || arguments.has("ext-unix-sk"),
+            shell_job: arguments.has("shell-job"),
+            file_locks: arguments.has("file-locks"),
+        }
+    }
+
+    /// CRIU's flags must be those of the dump: Go's shim passes none of them at restore.
+    fn restore_as_dumped(&mut self, dump: &manifest::Dump) {
+        self.criu.tcp_established |= dump.tcp_established;
+        self.criu.external_unix_sockets |= dump.external_unix_sockets;
+        self.criu.shell_job |= dump.shell_job;
+        self.criu.file_locks |= dump.file_locks;
+        self.criu.without_plugins = true;
+    }
+}
+
+/// One container and the tools to work on it.
+struct World<'a> {
+    container: Container,
+    processes: CgroupProcesses,
+    tools: &'a mut Tools,
+}
+
+impl<'a> World<'a> {
+    fn of(container: &Container, tools: &'a mut Tools) -> Result<Self, Cause> {
+        let processes = CgroupProcesses::new(&container.cgroup.directory, container.init.pid)?;
+        Ok(Self { container: container.clone(), processes, tools })
+    }
+
+    fn parts(&mut self) -> Parts<'_> {
+        Parts {
+            driver: &mut self.tools.driver,
+            hold: &mut self.tools.hold,
+            freezer: &self.container.cgroup,
+            processes: &self.processes,
+            runtime: &mut self.tools.runc,
+            image: &mut self.tools.image,
+            journal: &mut self.tools.journal,
+            interrupted: &interrupt::interrupted,
+        }
+    }
+
+    fn repair(&mut self, context: &Context<'_>, container: &Container) -> anyhow::Result<()> {
+        let entry = self.tools.journal.load();
+        let entry = entry.map_err(|error| untouched(context, "repair", error.into()))?;
+        if let Some(entry) = entry {
+            let limits = Limits::new(&context.config.cuda, None);
+            resume::repair(&mut self.parts(), &entry, container.init, &limits)?;
+        }
+        Ok(())
+    }
+}
+
+fn annotations(context: &Context<'_>, bundle: &Path) -> Result<Annotations, Cause> {
+    let all = spec::annotations(bundle);
+    let pairs = all.iter().map(|(key, value)| (key.as_str(), value.as_str()));
+    Ok(Annotations::parse(pairs, &context.config.annotations)?)
+}
+
+fn absolute(path: PathBuf) -> anyhow::Result<PathBuf> {
+    std::path::absolute(&path).with_context(|| format!("stasis: path {}", path.display()))
+}
+
+fn untouched(context: &Context<'_>, operation: &'static str, cause: Cause) -> anyhow::Error {
+    failure(context, operation, Phase::Preflight, cause)
+}
+
+fn failure(
+    context: &Context<'_>,
+    operation: &'static str,
+    phase: Phase,
+    cause: Cause,
+) -> anyhow::Error {
+    let container = context.id.to_owned();
+    let left = Left::Untouched;
+    Failure { operation, container, phase, cause, left, image: None, log: None }.into()
+}
+
+impl From<ContainerError> for Cause {
+    fn from(error: ContainerError) -> Self {
+        Self::Container(chain(&error))
+    }
+}

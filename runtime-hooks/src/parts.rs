@@ -1,0 +1,157 @@
+//! What the sequences work with: everything outside stands behind a trait, so that every phase
+//! and failure can be tried without a container or a GPU.
+
+use std::time::{Duration, Instant};
+
+use crate::cuda::{CudaState, Driver};
+use crate::error::{Phase, Who};
+use crate::freezer::Freezer;
+use crate::hold::{Hold, Keep, Target};
+use crate::image::Image;
+use crate::journal::Journal;
+use crate::processes::{Pid, Process, Processes};
+use crate::runc::Runtime;
+
+/// The world outside.
+pub struct Parts<'a> {
+    /// The NVIDIA driver.
+    pub driver: &'a mut dyn Driver,
+    /// Holds threads.
+    pub hold: &'a mut dyn Hold,
+    /// The container's freezer.
+    pub freezer: &'a dyn Freezer,
+    /// The container's processes.
+    pub processes: &'a dyn Processes,
+    /// runc.
+    pub runtime: &'a mut dyn Runtime,
+    /// The image directory.
+    pub image: &'a mut dyn Image,
+    /// What is under way.
+    pub journal: &'a mut dyn Journal,
+    /// Whether the caller wants the operation to end.
+    pub interrupted: &'a dyn Fn() -> bool,
+}
+
+/// How long things may take.
+#[derive(Debug, Clone, Copy)]
+pub struct Limits {
+    /// Until all CUDA processes are locked.
+    pub lock: Duration,
+    /// Until all are checkpointed.
+    pub checkpoint: Duration,
+    /// Until all are restored and unlocked.
+    pub restore: Duration,
+}
+
+impl Limits {
+    /// From the configuration, with the container's own lock timeout.
+    #[must_use]
+    pub fn new(config: &stasis_config::config::Cuda, lock: Option<Duration>) -> Self {
+        Self {
+            lock: lock.unwrap_or(config.lock_timeout),
+            checkpoint: config.checkpoint_timeout,
+            restore: config.restore_timeout,
+        }
+    }
+}
+
+/// A process with CUDA.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct CudaProcess {
+    /// The process.
+    pub process: Process,
+    /// The driver's thread in it that does checkpoint and restore.
+    pub restore_thread: Pid,
+    /// The state in which it was found, as soon as that is known.
+    pub found: Option<CudaState>,
+}
+
+impl CudaProcess {
+    /// Its pid.
+    #[must_use]
+    pub fn pid(&self) -> Pid {
+        self.process.id.pid
+    }
+
+    /// For errors.
+    #[must_use]
+    pub fn who(&self) -> Who {
+        who(&self.process)
+    }
+}
+
+/// For errors.
+#[must_use]
+pub(crate) fn who(process: &Process) -> Who {
+    Who { pid: process.id.pid, command: process.command.clone() }
+}
+
+/// The pids of processes.
+pub(crate) fn pids(processes: &[CudaProcess]) -> Vec<Pid> {
+    processes.iter().map(CudaProcess::pid).collect()
+}
+
+/// What to hold so that of all the container's code only the driver's runs: of the processes
+/// with CUDA all but what `keep` says, of the others everything.
+pub(crate) fn targets(
+    all: &[Process],
+    cuda: &[CudaProcess],
+    keep: impl Fn(&CudaProcess) -> Keep,
+) -> Vec<Target> {
+    all.iter()
+        .map(|process| {
+            let pid = process.id.pid;
+            let cuda = cuda.iter().find(|cuda| cuda.pid() == pid);
+            Target { pid, keep: cuda.map_or(Keep::None, &keep) }
+        })
+        .collect()
+}
+
+/// Which phase is under way, and how long the earlier ones took.
+#[derive(Debug)]
+pub struct Progress {
+    phase: Phase,
+    since: Instant,
+    done: Vec<(Phase, Duration)>,
+}
+
+impl Progress {
+    /// Begins with `phase`.
+    #[must_use]
+    pub fn new(phase: Phase) -> Self {
+        Self { phase, since: Instant::now(), done: Vec::new() }
+    }
+
+    /// Goes on to the next phase.
+    pub fn enter(&mut self, phase: Phase) {
+        let took = self.since.elapsed();
+        tracing::debug!(phase = %self.phase, milliseconds = took.as_millis(), "phase done");
+        self.done.push((self.phase, took));
+        self.phase = phase;
+        self.since = Instant::now();
+    }
+
+    /// The phase under way.
+    #[must_use]
+    pub fn phase(&self) -> Phase {
+        self.phase
+    }
+
+    /// The phases until now, for the manifest. One that came again is added up.
+    #[must_use]
+    pub fn phases(&self) -> Vec<stasis_config::manifest::Phase> {
+        let mut sums: Vec<(Phase, Duration)> = Vec::new();
+        for (phase, took) in self.done.iter().chain([&(self.phase, self.since.elapsed())]) {
+            match sums.iter_mut().find(|(known, _)| known == phase) {
+                Some((_, sum)) => *sum += *took,
+                None => sums.push((*phase, *took)),
+            }
+        }
+        sums.into_iter()
+            .map(|(phase, took)| stasis_config::manifest::Phase {
+                name: phase.name().to_owned(),
+                milliseconds: u64::try_from(took.as_millis()).unwrap_or(u64::MAX),
+            })
+            .collect()
+    }
+}

@@ -1,0 +1,232 @@
+//! The restore of an image with CUDA, from top to bottom.
+//!
+//! ```text
+//! manifest → preflight → runc restore → match the processes → restore all → unlock all → started
+//! ```
+//!
+//! Whatever fails, nothing of the container is left but the runtime's words and CRIU's log.
+
+use std::collections::BTreeSet;
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use oci_spec::runtime::Spec;
+use stasis_config::Manifest;
+
+use crate::bring_back::log_of;
+use crate::cuda::{CudaState, Driver, DriverFacts};
+use crate::error::{Cause, Failure, Left, Phase};
+use crate::give_back;
+use crate::journal::{Entry, Journal};
+use crate::parts::{CudaProcess, Limits, Progress};
+use crate::processes::{Process, ProcessId, Processes};
+use crate::runc::Runtime;
+use crate::spec;
+
+/// The world outside, for a restore.
+pub struct RestoreParts<'a> {
+    /// The NVIDIA driver.
+    pub driver: &'a mut dyn Driver,
+    /// runc.
+    pub runtime: &'a mut dyn Runtime,
+    /// What is under way.
+    pub journal: &'a mut dyn Journal,
+    /// The restored container: its init and its processes. Asked after `runc restore`.
+    pub restored: &'a dyn Fn() -> Result<(ProcessId, Box<dyn Processes>), Cause>,
+    /// Whether the caller wants the operation to end.
+    pub interrupted: &'a dyn Fn() -> bool,
+}
+
+/// A restore that is asked for.
+#[derive(Debug)]
+pub struct Request<'a> {
+    /// The container's id.
+    pub container: &'a str,
+    /// The image directory.
+    pub image: &'a Path,
+    /// Its manifest.
+    pub manifest: &'a Manifest,
+    /// config.json of the new bundle.
+    pub spec: &'a Spec,
+    /// How long things may take.
+    pub limits: Limits,
+}
+
+/// Restores. On success the container runs and its CUDA works.
+pub fn restore(parts: &mut RestoreParts<'_>, request: &Request<'_>) -> Result<(), Failure> {
+    let mut progress = Progress::new(Phase::Preflight);
+    let failure = |phase, cause: Cause, left| Failure {
+        operation: "restore",
+        container: request.container.to_owned(),
+        phase,
+        log: log_of(&cause),
+        cause,
+        left,
+        image: None,
+    };
+    if let Err(cause) = preflight(parts, request) {
+        return Err(failure(progress.phase(), cause, Left::Untouched));
+    }
+    match run(parts, request, &mut progress) {
+        Ok(()) => Ok(()),
+        Err(cause) => {
+            let left = remove(parts, progress.phase());
+            Err(failure(progress.phase(), cause, left))
+        }
+    }
+}
+
+/// All that can be refused before anything runs.
+fn preflight(parts: &mut RestoreParts<'_>, request: &Request<'_>) -> Result<(), Cause> {
+    let needs = |reason| Cause::Needs { path: request.image.to_owned(), reason };
+    missing_in_spec(request.manifest, request.spec).map_or(Ok(()), |reason| Err(needs(reason)))?;
+    let facts = parts.driver.facts().map_err(Cause::NoDriver)?;
+    missing_on_host(request.manifest, &facts).map_or(Ok(()), |reason| Err(needs(reason)))
+}
+
+/// Mounts and devices of the image that the new container is not given. They are never taken from
+/// the image: what the new spec does not give, the container does not get.
+fn missing_in_spec(manifest: &Manifest, spec: &Spec) -> Option<String> {
+    let mounts: BTreeSet<String> = spec::gpu_mounts(spec).into_iter().collect();
+    let devices: BTreeSet<String> = spec::gpu_devices(spec).into_iter().collect();
+    let missing: Vec<&str> = manifest
+        .gpu_mounts
+        .iter()
+        .filter(|path| !mounts.contains(*path))
+        .chain(manifest.gpu_devices.iter().filter(|path| !devices.contains(*path)))
+        .map(String::as_str)
+        .collect();
+    if missing.is_empty() {
+        return None;
+    }
+    Some(format!(
+        "its processes use {}, which the new container's config.json does not give; create the \
+         container with the same GPU options as the one that was checkpointed",
+        missing.join(", ")
+    ))
+}
+
+/// What the driver of this host lacks. A restored process goes on with the libcuda it has mapped,
+/// which works only with the kernel driver of the same version; and its memory goes back to the
+/// GPUs that it came from.
+fn missing_on_host(manifest: &Manifest, facts: &DriverFacts) -> Option<String> {
+    let made = &manifest.driver.version;
+    if let Some(here) = &facts.driver_version
+        && !made.is_empty()
+        && made != here
+    {
+        return Some(format!("it was made with driver {made}, and this host has {here}"));
+    }
+    if facts.gpus.is_empty() {
+        return None;
+    }
+    let used = manifest.processes.iter().flat_map(|process| &process.gpus);
+    let missing: BTreeSet<&String> =
+        used.filter(|uuid| !facts.gpus.iter().any(|gpu| gpu.uuid == **uuid)).collect();
+    let missing: Vec<&str> = missing.into_iter().map(String::as_str).collect();
+    (!missing.is_empty())
+        .then(|| format!("its memory belongs on GPU {}, which this host has not", missing.join(", ")))
+}
+
+fn run(
+    parts: &mut RestoreParts<'_>,
+    request: &Request<'_>,
+    progress: &mut Progress,
+) -> Result<(), Cause> {
+    progress.enter(Phase::CriuRestore);
+    parts.runtime.restore()?;
+    interruptible(parts)?;
+
+    progress.enter(Phase::Match);
+    let (init, processes) = (parts.restored)()?;
+    let processes = processes.as_ref();
+    let cuda = match_processes(parts.driver, processes, request.manifest)?;
+    let mut entry = Entry::new(request.container, init, false, request.image);
+    entry.processes =
+        cuda.iter().map(|process| (process.process.id, CudaState::Running)).collect();
+    parts.journal.save(&entry)?;
+    interruptible(parts)?;
+
+    progress.enter(Phase::CudaRestore);
+    give_back::restore(parts.driver, processes, &cuda, request.limits.restore)?;
+
+    progress.enter(Phase::Unlock);
+    give_back::unlock(parts.driver, processes, &cuda)?;
+    if cuda.iter().any(|process| !processes.alive(process.process.id)) {
+        return Err(Cause::Gone);
+    }
+    parts.journal.clear()?;
+    Ok(())
+}
+
+fn interruptible(parts: &RestoreParts<'_>) -> Result<(), Cause> {
+    if (parts.interrupted)() { Err(Cause::Interrupted) } else { Ok(()) }
+}
+
+/// The image's processes among the restored ones. CRIU gives each the pid that it had inside; the
+/// pid outside is a new one.
+fn match_processes(
+    driver: &mut dyn Driver,
+    processes: &dyn Processes,
+    manifest: &Manifest,
+) -> Result<Vec<CudaProcess>, Cause> {
+    let list = processes.list()?;
+    let mut expected: Vec<_> = manifest.processes.iter().collect();
+    expected.sort_by_key(|process| process.order);
+    let mut found: Vec<&Process> = Vec::with_capacity(expected.len());
+    for wanted in expected {
+        let not_restored = || Cause::NotRestored {
+            inner_pid: wanted.pid,
+            command: wanted.command.clone(),
+        };
+        let process = list.iter().find(|process| process.inner_pid == wanted.pid);
+        found.push(process.ok_or_else(not_restored)?);
+    }
+    let pids: Vec<_> = found.iter().map(|process| process.id.pid).collect();
+    let mut answers = driver.probe(&pids);
+    found
+        .into_iter()
+        .map(|process| match answers.remove(&process.id.pid) {
+            Some(Ok(Some(restore_thread))) => Ok(CudaProcess {
+                process: process.clone(),
+                restore_thread,
+                found: Some(CudaState::Running),
+            }),
+            Some(Err(error)) => Err(Cause::Driver { who: crate::parts::who(process), error }),
+            _ => Err(Cause::NotRestored {
+                inner_pid: process.inner_pid,
+                command: process.command.clone(),
+            }),
+        })
+        .collect()
+}
+
+/// How long a killed container may take to end.
+const DIE: Duration = Duration::from_secs(20);
+
+/// Nothing is left behind: no process, and no state that would keep the task from being deleted.
+fn remove(parts: &mut RestoreParts<'_>, phase: Phase) -> Left {
+    // `delete --force` kills as well; asked first, so that its own error does not hide a process
+    // that lives on.
+    let killed = parts.runtime.kill();
+    let deadline = Instant::now() + DIE;
+    while let Ok((init, processes)) = (parts.restored)() {
+        if !processes.alive(init) && processes.list().is_ok_and(|list| list.is_empty()) {
+            break;
+        }
+        if Instant::now() >= deadline {
+            let because = Box::new(Cause::DoesNotDie(DIE));
+            let kill = killed.err().map_or(Cause::DoesNotDie(DIE), Cause::from);
+            return Left::Broken { because, kill: Box::new(kill) };
+        }
+        std::thread::sleep(Duration::from_millis(2));
+    }
+    // After a failing `runc restore` runc has removed its state itself.
+    if let Err(error) = parts.runtime.delete()
+        && phase != Phase::CriuRestore
+    {
+        tracing::warn!(%error, "the failed container's state stays behind");
+    }
+    let _ = parts.journal.clear();
+    Left::Removed
+}

@@ -1,0 +1,61 @@
+//! What follows a checkpoint in another process: Resume of a paused container whose CUDA is
+//! checkpointed, and repair of what a killed operation left behind.
+
+use crate::bring_back::{Goal, Thaw, bring_back, fail, kill, log_of};
+use crate::error::{Cause, Failure, Left, Phase};
+use crate::journal::{Entry, Stage};
+use crate::parts::{Limits, Parts};
+use crate::processes::ProcessId;
+
+/// Resumes the container of `entry`: CUDA first, then its own code. If its CUDA does not come back
+/// until the deadline the container is killed, since clients do not look at the error, and a
+/// container that hangs for ever is worse than one that ended and has an image.
+pub fn resume(parts: &mut Parts<'_>, entry: &Entry, limits: &Limits) -> Result<(), Failure> {
+    let image_is_whole = entry.stage == Stage::AwaitingResume;
+    let brought = bring_back(parts, entry, Goal::Running, Thaw::Runtime, limits);
+    let result = brought.map_err(|cause| {
+        let text = cause.to_string();
+        let log = log_of(&cause);
+        let left = kill(parts, entry, cause);
+        let cause = if matches!(left, Left::Gone) { Cause::Gone } else { Cause::NotBack(text) };
+        let container = entry.container.clone();
+        let image = image_is_whole.then(|| entry.image.clone());
+        Failure { operation: "resume", container, phase: Phase::Resume, cause, left, image, log }
+    });
+    if let Err(error) = parts.journal.clear() {
+        tracing::error!(error = %crate::error::chain(&error), "the journal stays behind");
+    }
+    result
+}
+
+/// Puts right what the entry of a killed operation says: each process back in its state, paused
+/// if it was paused. Another container of the same id is left alone.
+pub fn repair(
+    parts: &mut Parts<'_>,
+    entry: &Entry,
+    init: ProcessId,
+    limits: &Limits,
+) -> Result<(), Failure> {
+    if entry.init != init {
+        parts.journal.clear().map_err(|error| untouched(entry, error.into()))?;
+        return Ok(());
+    }
+    tracing::warn!(container = entry.container, "an interrupted operation is put right");
+    let goal = if entry.frozen { Goal::Paused } else { Goal::Running };
+    match bring_back(parts, entry, goal, Thaw::Freezer, limits) {
+        Ok(()) => parts.journal.clear().map_err(|error| untouched(entry, error.into())),
+        Err(cause) => Err(fail(parts, "repair", entry, Phase::Repair, cause, limits)),
+    }
+}
+
+fn untouched(entry: &Entry, cause: Cause) -> Failure {
+    Failure {
+        operation: "repair",
+        container: entry.container.clone(),
+        phase: Phase::Repair,
+        cause,
+        left: Left::Untouched,
+        image: None,
+        log: None,
+    }
+}

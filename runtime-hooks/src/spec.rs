@@ -1,0 +1,186 @@
+//! The container's config.json: its annotations, mounts and devices.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::{Path, PathBuf};
+
+use oci_spec::OciSpecError;
+use oci_spec::runtime::Spec;
+use serde::Deserialize;
+
+use crate::container::unescape;
+
+/// config.json cannot be used.
+#[derive(Debug, thiserror::Error)]
+pub enum SpecError {
+    /// Missing, or not what the OCI runtime specification says.
+    #[error("cannot read {}", path.display())]
+    Read {
+        /// Which file.
+        path: PathBuf,
+        /// Why.
+        source: Box<OciSpecError>,
+    },
+}
+
+/// Reads the spec of a bundle.
+pub fn load(bundle: &Path) -> Result<Spec, SpecError> {
+    let path = bundle.join("config.json");
+    Spec::load(&path).map_err(|source| SpecError::Read { path, source: Box::new(source) })
+}
+
+/// Only the annotations of a bundle's config.json. Empty if it cannot be read: then the runtime
+/// says what is wrong with it.
+#[must_use]
+pub fn annotations(bundle: &Path) -> BTreeMap<String, String> {
+    #[derive(Deserialize)]
+    struct Annotated {
+        #[serde(default)]
+        annotations: Option<BTreeMap<String, String>>,
+    }
+    std::fs::read(bundle.join("config.json"))
+        .ok()
+        .and_then(|text| serde_json::from_slice::<Annotated>(&text).ok())
+        .and_then(|spec| spec.annotations)
+        .unwrap_or_default()
+}
+
+/// Destinations in the container that look like the driver's: what an image needs to find again.
+#[must_use]
+pub fn gpu_mounts(spec: &Spec) -> Vec<String> {
+    let mounts = spec.mounts().iter().flatten();
+    let destinations = mounts.filter_map(|mount| mount.destination().to_str());
+    destinations.filter(|path| is_driver_path(path)).map(str::to_owned).collect()
+}
+
+/// NVIDIA's device files that the container is given.
+#[must_use]
+pub fn gpu_devices(spec: &Spec) -> Vec<String> {
+    let linux = spec.linux().as_ref();
+    let devices = linux.and_then(|linux| linux.devices().as_ref()).into_iter().flatten();
+    let mut paths: Vec<String> = devices
+        .filter_map(|device| device.path().to_str())
+        .filter(|path| path.starts_with("/dev/nvidia"))
+        .map(str::to_owned)
+        .collect();
+    paths.sort_unstable();
+    paths.dedup();
+    paths
+}
+
+fn is_driver_path(path: &str) -> bool {
+    let name = path.rsplit('/').next().unwrap_or_default();
+    path.contains("nvidia") || name.starts_with("libcuda.so")
+}
+
+/// Mounts of the container that CRIU cannot restore: binds that are not in config.json.
+///
+/// CRIU knows mounts from outside only by the list that runc makes of config.json. NVIDIA's legacy
+/// hook mounts behind its back, and the dump fails with "doesn't have a proper root mount" or
+/// "unreachable sharing" after the work is done (runc#4522). Other file systems that the
+/// application mounted itself (tmpfs, proc) are CRIU's own business.
+#[must_use]
+pub fn unknown_binds(spec: &Spec, mountinfo: &str) -> Vec<String> {
+    let known = known_destinations(spec);
+    mountinfo
+        .lines()
+        .filter_map(|line| {
+            let (left, right) = line.split_once(" - ")?;
+            let left: Vec<&str> = left.split(' ').collect();
+            let (root, point) = (unescape(left.get(3)?), unescape(left.get(4)?));
+            let kind = right.split(' ').next()?;
+            // cgroup mounts show a part of the hierarchy; mqueue, devpts and the like are whole.
+            let bind = root != "/" && !kind.starts_with("cgroup");
+            let known = point == "/" || known.contains(point.as_str()) || below_bind(spec, &point);
+            (bind && !known).then_some(point)
+        })
+        .collect()
+}
+
+/// Whether `point` lies below a bind of config.json: a mount that came along with an `rbind`.
+fn below_bind(spec: &Spec, point: &str) -> bool {
+    spec.mounts().iter().flatten().any(|mount| {
+        let recursive =
+            mount.options().iter().flatten().any(|option| option == "rbind");
+        recursive && Path::new(point).starts_with(mount.destination())
+    })
+}
+
+fn known_destinations(spec: &Spec) -> BTreeSet<&str> {
+    let linux = spec.linux().as_ref();
+    let mounts = spec.mounts().iter().flatten().filter_map(|mount| mount.destination().to_str());
+    let devices = linux
+        .and_then(|linux| linux.devices().as_ref())
+        .into_iter()
+        .flatten()
+        .filter_map(|device| device.path().to_str());
+    let masked = linux.and_then(|linux| linux.masked_paths().as_ref()).into_iter().flatten();
+    let readonly = linux.and_then(|linux| linux.readonly_paths().as_ref()).into_iter().flatten();
+    // runc binds these itself: the terminal, and with a user namespace the default devices.
+    let own = [
+        "/dev/console", "/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom",
+        "/dev/tty",
+    ];
+    mounts
+        .chain(devices)
+        .chain(masked.map(String::as_str))
+        .chain(readonly.map(String::as_str))
+        .chain(own)
+        .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn spec() -> Spec {
+        serde_json::from_str(
+            r#"{"ociVersion":"1.0.2","root":{"path":"rootfs"},
+            "mounts":[
+              {"destination":"/proc","type":"proc","source":"proc"},
+              {"destination":"/usr/lib/libcuda.so.1","type":"bind","source":"/x","options":["bind"]},
+              {"destination":"/data","type":"bind","source":"/y","options":["rbind"]}],
+            "linux":{"devices":[{"path":"/dev/nvidia0","type":"c","major":195,"minor":0}],
+                     "maskedPaths":["/proc/kcore"],"readonlyPaths":["/proc/sys"]}}"#,
+        )
+        .unwrap()
+    }
+
+    const OWN: &str = "\
+1 0 0:50 / / rw - overlay overlay rw
+2 1 0:51 / /proc rw - proc proc rw
+3 2 0:51 /sys /proc/sys ro - proc proc rw
+4 2 0:6 /null /proc/kcore rw - devtmpfs udev rw
+5 1 254:1 /x /usr/lib/libcuda.so.1 ro - ext4 /dev/vda rw
+6 1 254:1 /y /data rw - ext4 /dev/vda rw
+7 6 254:1 /z /data/below rw - ext4 /dev/vda rw
+8 1 0:60 /default/c1 /sys/fs/cgroup/cpu ro - cgroup cgroup rw,cpu
+9 1 0:61 / /tmp rw - tmpfs tmpfs rw
+";
+
+    #[test]
+    fn what_config_json_explains_is_known() {
+        assert_eq!(unknown_binds(&spec(), OWN), Vec::<String>::new());
+    }
+
+    #[test]
+    fn the_legacy_hooks_binds_are_told() {
+        let hook = "10 1 254:1 /usr/bin/nvidia-smi /usr/bin/nvidia\\040smi ro - ext4 /dev/vda rw\n\
+                    11 1 0:6 /nvidiactl /dev/nvidiactl ro - devtmpfs udev rw\n";
+        let found = unknown_binds(&spec(), &format!("{OWN}{hook}"));
+        assert_eq!(found, ["/usr/bin/nvidia smi", "/dev/nvidiactl"]);
+    }
+
+    #[test]
+    fn what_an_image_needs_is_named_by_destination() {
+        assert_eq!(gpu_mounts(&spec()), ["/usr/lib/libcuda.so.1"]);
+        assert_eq!(gpu_devices(&spec()), ["/dev/nvidia0"]);
+    }
+
+    #[test]
+    fn annotations_of_an_unreadable_bundle_are_none() {
+        let bundle = tempfile::tempdir().unwrap();
+        assert!(annotations(bundle.path()).is_empty());
+        std::fs::write(bundle.path().join("config.json"), r#"{"annotations":{"a":"b"}}"#).unwrap();
+        assert_eq!(annotations(bundle.path())["a"], "b");
+    }
+}

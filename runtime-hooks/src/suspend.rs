@@ -1,0 +1,313 @@
+//! Suspending: from running or frozen to frozen with all CUDA state in host memory.
+//!
+//! ```text
+//! [frozen on entry: hold all threads but the driver's, thaw]
+//!   → lock all at the same moment → look for new ones, until there are none
+//!   → hold all but the restore threads → checkpoint all → freeze → let go → look again
+//! ```
+//!
+//! Nothing here cleans up: whoever calls brings everything back with [`crate::bring_back`], from
+//! the journal's entry and from what the driver then says.
+
+use std::time::{Duration, Instant};
+
+use stasis_config::Annotations;
+
+use crate::cuda::{Answers, CudaError, CudaState, Driver};
+use crate::discover::{gate, newcomers};
+use crate::error::{Cause, Phase};
+use crate::hold::Keep;
+use crate::journal::Entry;
+use crate::parts::{CudaProcess, Limits, Parts, Progress, pids, targets};
+use crate::processes::{Pid, Processes};
+
+/// How long a state may take to be told when no long operation is under way.
+pub(crate) const STATE: Duration = Duration::from_secs(30);
+/// The first attempt to lock. A short one: where processes wait for each other, a failed attempt
+/// has to be given up by all before the next can succeed.
+const FIRST_ATTEMPT: Duration = Duration::from_secs(2);
+/// Between two attempts, so that the processes get on with what they wait for.
+const PAUSE: Duration = Duration::from_millis(20);
+
+/// Suspends. On success every process of the container is frozen, `cuda` are all its CUDA
+/// processes, and each is CHECKPOINTED.
+pub fn suspend(
+    parts: &mut Parts<'_>,
+    entry: &mut Entry,
+    cuda: &mut Vec<CudaProcess>,
+    allowed: &Annotations,
+    limits: &Limits,
+    progress: &mut Progress,
+) -> Result<(), Cause> {
+    if entry.frozen {
+        // A frozen process answers no driver call: the freezer is replaced by ptrace, which
+        // leaves the driver's threads alone.
+        progress.enter(Phase::Hold);
+        hold_all(parts, cuda, |process| Keep::Driver(process.restore_thread))?;
+        parts.freezer.thaw()?;
+        parts.hold.settle()?;
+    }
+    progress.enter(Phase::Lock);
+    find_states(parts, entry, cuda)?;
+    let deadline = Instant::now() + limits.lock;
+    loop {
+        lock_all(parts, cuda, entry.frozen, deadline, limits)?;
+        let new = newcomers(parts, cuda)?;
+        if new.is_empty() {
+            progress.enter(Phase::Hold);
+            hold_all(parts, cuda, |process| Keep::RestoreThread(process.restore_thread))?;
+            parts.hold.settle()?;
+            // From here on none can start CUDA; one that did just before is found now.
+            let late = newcomers(parts, cuda)?;
+            if late.is_empty() {
+                break;
+            }
+            if entry.frozen {
+                hold_all(parts, cuda, |process| Keep::Driver(process.restore_thread))?;
+                parts.hold.settle()?;
+            } else {
+                parts.hold.release();
+            }
+            progress.enter(Phase::Lock);
+            admit(parts, entry, cuda, late, allowed)?;
+        } else {
+            admit(parts, entry, cuda, new, allowed)?;
+        }
+        if Instant::now() >= deadline
+            && let Some(last) = cuda.last()
+        {
+            return Err(Cause::Appeared { who: last.who() });
+        }
+    }
+    interruptible(parts)?;
+
+    progress.enter(Phase::CudaCheckpoint);
+    checkpoint_all(parts, cuda, limits)?;
+    interruptible(parts)?;
+
+    progress.enter(Phase::Freeze);
+    parts.freezer.freeze()?;
+    parts.hold.release();
+    // `runc exec` may have brought a process into the container meanwhile.
+    match newcomers(parts, cuda)?.first() {
+        Some(new) => Err(Cause::Appeared { who: new.who() }),
+        None => Ok(()),
+    }
+}
+
+/// An error if the caller wants no more.
+pub(crate) fn interruptible(parts: &Parts<'_>) -> Result<(), Cause> {
+    if (parts.interrupted)() { Err(Cause::Interrupted) } else { Ok(()) }
+}
+
+/// Asks for the holding of all processes, also of those that are born meanwhile.
+pub(crate) fn hold_all(
+    parts: &mut Parts<'_>,
+    cuda: &[CudaProcess],
+    keep: impl Fn(&CudaProcess) -> Keep,
+) -> Result<(), Cause> {
+    let mut held = Vec::new();
+    loop {
+        let targets = targets(&parts.processes.list()?, cuda, &keep);
+        if targets == held {
+            return Ok(());
+        }
+        parts.hold.hold(&targets)?;
+        held = targets;
+        // In a frozen cgroup nothing stops, and nothing is born either.
+        if !parts.freezer.frozen()? {
+            parts.hold.settle()?;
+        }
+    }
+}
+
+/// Takes processes that began with CUDA meanwhile in, if the container may have as many.
+fn admit(
+    parts: &mut Parts<'_>,
+    entry: &mut Entry,
+    cuda: &mut Vec<CudaProcess>,
+    new: Vec<CudaProcess>,
+    allowed: &Annotations,
+) -> Result<(), Cause> {
+    cuda.extend(new);
+    gate(cuda, None, allowed)?;
+    find_states(parts, entry, cuda)
+}
+
+/// Learns in which state each is, and notes it where a later repair finds it.
+fn find_states(
+    parts: &mut Parts<'_>,
+    entry: &mut Entry,
+    cuda: &mut Vec<CudaProcess>,
+) -> Result<(), Cause> {
+    let unknown: Vec<Pid> =
+        cuda.iter().filter(|process| process.found.is_none()).map(CudaProcess::pid).collect();
+    let mut states = parts.driver.states(&unknown, STATE);
+    let mut failed = None;
+    cuda.retain_mut(|process| {
+        match states.remove(&process.pid()) {
+            Some(Ok(state)) => process.found = Some(state),
+            Some(Err(_)) if !parts.processes.alive(process.process.id) => return false,
+            Some(Err(error)) => {
+                failed.get_or_insert(Cause::Driver { who: process.who(), error });
+            }
+            None => {}
+        }
+        true
+    });
+    if let Some(cause) = failed {
+        return Err(cause);
+    }
+    for process in cuda.iter() {
+        if let Some(state @ (CudaState::Failed | CudaState::Unknown(_))) = process.found {
+            return Err(Cause::Unusable { who: process.who(), state });
+        }
+    }
+    if cuda.is_empty() {
+        return Err(Cause::Gone);
+    }
+    entry.processes = cuda
+        .iter()
+        .map(|process| (process.process.id, process.found.unwrap_or(CudaState::Running)))
+        .collect();
+    parts.journal.save(entry)?;
+    Ok(())
+}
+
+/// Locks all, however often it takes. Ranks that wait for each other on the GPU are ready only
+/// together, so they are locked at the same moment, and if one is not ready all are unlocked and
+/// get a little time.
+fn lock_all(
+    parts: &mut Parts<'_>,
+    cuda: &[CudaProcess],
+    held: bool,
+    deadline: Instant,
+    limits: &Limits,
+) -> Result<(), Cause> {
+    let running: Vec<&CudaProcess> =
+        cuda.iter().filter(|process| process.found == Some(CudaState::Running)).collect();
+    let asked: Vec<Pid> = running.iter().map(|process| process.pid()).collect();
+    let mut attempts = 0;
+    let mut timeout = FIRST_ATTEMPT;
+    loop {
+        interruptible(parts)?;
+        attempts += 1;
+        let left = deadline.saturating_duration_since(Instant::now());
+        let answers = parts.driver.lock(&asked, timeout.min(left).max(Duration::from_millis(1)));
+        // Only now, with all calls back: while a peer is locked, a rank may answer nothing.
+        let mut not_ready = Vec::new();
+        for process in &running {
+            match answers.get(&process.pid()) {
+                Some(Ok(())) => {}
+                Some(Err(error)) => match error.code() {
+                    Some(CudaError::NOT_READY | CudaError::TIMEOUT) => not_ready.push(*process),
+                    // It may be locked already; the state tells.
+                    Some(CudaError::ILLEGAL_STATE) => {}
+                    _ if !parts.processes.alive(process.process.id) => {}
+                    _ => {
+                        return Err(Cause::Driver { who: process.who(), error: error.clone() });
+                    }
+                },
+                None => {}
+            }
+        }
+        let Some(first) = not_ready.first() else {
+            let wanted = |process: &CudaProcess| match process.found {
+                Some(CudaState::Checkpointed) => CudaState::Checkpointed,
+                _ => CudaState::Locked,
+            };
+            verify(parts.driver, parts.processes, cuda, wanted, STATE)?;
+            if held {
+                // Those that were let go to finish their work come to a stop again.
+                hold_all(parts, cuda, |process| Keep::Driver(process.restore_thread))?;
+                parts.hold.settle()?;
+            }
+            return Ok(());
+        };
+        if Instant::now() >= deadline {
+            return Err(Cause::NotReady { who: first.who(), waited: limits.lock, attempts });
+        }
+        let locked: Vec<Pid> = asked
+            .iter()
+            .copied()
+            .filter(|pid| !not_ready.iter().any(|process| process.pid() == *pid))
+            .collect();
+        let answers = parts.driver.unlock(&locked, STATE);
+        check(parts.processes, answers, cuda)?;
+        if held {
+            // A thread inside a synchronising CUDA call has to come out of it before the driver
+            // can lock. Only the processes that were not ready run, and only for that.
+            let waits = pids(&not_ready.into_iter().cloned().collect::<Vec<_>>());
+            hold_all(parts, cuda, |process| {
+                if waits.contains(&process.pid()) {
+                    Keep::All
+                } else {
+                    Keep::Driver(process.restore_thread)
+                }
+            })?;
+        }
+        std::thread::sleep(PAUSE);
+        timeout = (timeout * 2).max(FIRST_ATTEMPT);
+    }
+}
+
+fn checkpoint_all(
+    parts: &mut Parts<'_>,
+    cuda: &[CudaProcess],
+    limits: &Limits,
+) -> Result<(), Cause> {
+    let asked: Vec<Pid> = cuda
+        .iter()
+        .filter(|process| process.found != Some(CudaState::Checkpointed))
+        .map(CudaProcess::pid)
+        .collect();
+    let answers = parts.driver.checkpoint(&asked, limits.checkpoint);
+    check(parts.processes, answers, cuda)?;
+    verify(parts.driver, parts.processes, cuda, |_| CudaState::Checkpointed, limits.checkpoint)
+}
+
+/// The first error among answers, with the name of its process. 'Illegal state' is none: the
+/// process may be where it should be, and the state that is read next tells.
+/// A process that ended by itself is none either.
+pub(crate) fn check(
+    processes: &dyn Processes,
+    mut answers: Answers<()>,
+    cuda: &[CudaProcess],
+) -> Result<(), Cause> {
+    for process in cuda {
+        match answers.remove(&process.pid()) {
+            Some(Err(error))
+                if error.code() != Some(CudaError::ILLEGAL_STATE)
+                    && processes.alive(process.process.id) =>
+            {
+                return Err(Cause::Driver { who: process.who(), error });
+            }
+            _ => {}
+        }
+    }
+    Ok(())
+}
+
+/// The driver is asked, not believed: a success code with another state is a failure.
+pub(crate) fn verify(
+    driver: &mut dyn Driver,
+    processes: &dyn Processes,
+    cuda: &[CudaProcess],
+    wanted: impl Fn(&CudaProcess) -> CudaState,
+    limit: Duration,
+) -> Result<(), Cause> {
+    let mut states = driver.states(&pids(cuda), limit);
+    for process in cuda {
+        let wanted = wanted(process);
+        match states.remove(&process.pid()) {
+            Some(Ok(found)) if found == wanted => {}
+            _ if !processes.alive(process.process.id) => {}
+            Some(Ok(found)) => {
+                return Err(Cause::WrongState { who: process.who(), found, wanted });
+            }
+            Some(Err(error)) => return Err(Cause::Driver { who: process.who(), error }),
+            None => return Err(Cause::Gone),
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,104 @@
+//! System calls that nix offers no safe form of. The only module with `unsafe` besides
+//! `cuda::ffi`.
+#![allow(unsafe_code)]
+
+use std::io;
+use std::os::unix::process::CommandExt as _;
+use std::process::Command;
+
+use nix::errno::Errno;
+use nix::libc;
+use nix::sys::signal::Signal;
+
+use crate::processes::Pid;
+
+/// Ends this process without running exit handlers of loaded libraries.
+pub fn exit_now(status: i32) -> ! {
+    // SAFETY: `_exit` takes no pointer and does not return.
+    unsafe { libc::_exit(status) }
+}
+
+/// Makes `command` start with nothing open but its standard descriptors.
+pub(crate) fn close_other_descriptors(command: &mut Command) {
+    // SAFETY: the closure runs between fork and exec and makes one system call, which is
+    // async-signal-safe. Marking instead of closing keeps the pipe by which std reports a failing
+    // exec.
+    unsafe {
+        command.pre_exec(|| {
+            let flags = libc::CLOSE_RANGE_CLOEXEC;
+            match libc::syscall(libc::SYS_close_range, 3_u32, u32::MAX, flags) {
+                0 => Ok(()),
+                _ => Err(io::Error::last_os_error()),
+            }
+        });
+    }
+}
+
+/// Makes the kernel send `signal` to the child when the thread that starts it ends.
+pub(crate) fn die_with_parent_thread(command: &mut Command, signal: Signal) {
+    let parent = nix::unistd::getpid();
+    // SAFETY: the closure runs between fork and exec and makes system calls only, which are
+    // async-signal-safe.
+    unsafe {
+        command.pre_exec(move || {
+            nix::sys::prctl::set_pdeathsig(signal)?;
+            // The parent may have ended before the line above.
+            if nix::unistd::getppid() == parent { Ok(()) } else { Err(Errno::ESRCH.into()) }
+        });
+    }
+}
+
+/// `PTRACE_SEIZE` without options, then `PTRACE_INTERRUPT`: the thread stops at its next return to
+/// user mode, unnoticed by its program.
+pub(crate) fn seize(tid: Pid) -> Result<(), Errno> {
+    ptrace(libc::PTRACE_SEIZE, tid, 0)?;
+    ptrace(libc::PTRACE_INTERRUPT, tid, 0)
+}
+
+/// `PTRACE_DETACH`, delivering `signal` (0: none). Only for a stopped thread.
+///
+/// Not nix's: that cannot pass on real-time signals, which libc uses for itself.
+pub(crate) fn detach(tid: Pid, signal: i32) -> Result<(), Errno> {
+    ptrace(libc::PTRACE_DETACH, tid, i64::from(signal))
+}
+
+fn ptrace(request: libc::c_uint, tid: Pid, data: i64) -> Result<(), Errno> {
+    // SAFETY: none of the requests used here (seize, interrupt, detach) reads or writes memory of
+    // this process: address is unused and data is a number.
+    let result = unsafe { libc::ptrace(request, tid, 0_usize, data) };
+    if result == -1 { Err(Errno::last()) } else { Ok(()) }
+}
+
+/// What `waitpid` said of a traced thread.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Waited {
+    /// No news.
+    Nothing,
+    /// The thread is in a ptrace stop.
+    Stopped {
+        /// Whose.
+        tid: Pid,
+        /// The signal whose delivery was stopped; 0 for the stop that was asked for.
+        signal: i32,
+    },
+    /// The thread has ended.
+    Gone(Pid),
+}
+
+/// `waitpid(-1, __WALL | WNOHANG)`, by raw status: nix refuses statuses with real-time signals.
+pub(crate) fn wait_for_traced() -> Result<Waited, Errno> {
+    let mut status = 0;
+    // SAFETY: the pointer is to a live c_int.
+    let tid = unsafe { libc::waitpid(-1, &raw mut status, libc::__WALL | libc::WNOHANG) };
+    match tid {
+        -1 => Err(Errno::last()),
+        0 => Ok(Waited::Nothing),
+        tid if libc::WIFSTOPPED(status) => {
+            // A stop that was asked for, or a group stop, has an event in the upper half.
+            let event = status >> 16;
+            let signal = if event == 0 { libc::WSTOPSIG(status) } else { 0 };
+            Ok(Waited::Stopped { tid, signal })
+        }
+        tid => Ok(Waited::Gone(tid)),
+    }
+}

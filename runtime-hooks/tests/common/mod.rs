@@ -1,0 +1,517 @@
+//! A world for the sequences: a container with CUDA processes, a driver that behaves as measured,
+//! runc, image and journal, all in memory, each with faults to order.
+//!
+//! It panics where the real one would hang or lie: a driver call on a frozen process, a kill before
+//! the image is whole, application code that runs where it must not.
+
+#![allow(unreachable_pub, reason = "a module of each test")]
+
+use std::cell::RefCell;
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::rc::Rc;
+use std::time::Duration;
+
+use stasis_config::Manifest;
+use stasis_hooks::container::{Cgroup, CgroupVersion, Container};
+use stasis_hooks::cuda::{
+    Answers, Call, CudaError, CudaState, Driver, DriverError, DriverFacts, GpuUse,
+};
+use stasis_hooks::error::Cause;
+use stasis_hooks::freezer::{Freezer, FreezerError};
+use stasis_hooks::hold::{Hold, HoldError, Keep, Target};
+use stasis_hooks::image::Image;
+use stasis_hooks::journal::{Entry, Journal, JournalError};
+use stasis_hooks::parts::{Limits, Parts};
+use stasis_hooks::processes::{Pid, Process, ProcessId, Processes, ProcessesError};
+use stasis_hooks::runc::{RuncError, Runtime};
+
+/// What goes wrong.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Fault {
+    /// The driver's code, or the tool's failure.
+    Error(i32),
+    /// The call does nothing and is given up at its deadline.
+    Hang,
+    /// The call does its work and is given up at its deadline all the same.
+    HangAfter,
+    /// The helper dies in it.
+    Crash,
+    /// Success without the work.
+    Lie,
+}
+
+/// What the world is like.
+#[derive(Debug)]
+pub struct State {
+    pub processes: Vec<Process>,
+    pub cuda: BTreeMap<Pid, CudaState>,
+    pub frozen: bool,
+    pub held: Vec<Target>,
+    /// Calls, in order.
+    pub log: Vec<String>,
+    /// Faults still to come: name of the call, how many times.
+    pub faults: Vec<(&'static str, Fault, u32)>,
+    /// Processes that start CUDA at the first time that the named call is made.
+    pub births: Vec<(&'static str, Process)>,
+    pub image_is_whole: bool,
+    pub entry: Option<Entry>,
+    pub interrupted: bool,
+    /// Application code must not run (the caller has paused the container).
+    pub paused_by_caller: bool,
+    /// Application code ran in spite of that.
+    pub ran: bool,
+    pub manifest: Option<Manifest>,
+    pub in_flight: BTreeMap<Pid, u32>,
+    /// The container is killed by somebody else while it is dumped.
+    pub killed_in_dump: bool,
+    /// How many more calls are made before the operation is cut off.
+    pub calls_left: Option<u32>,
+    /// Ranks that are ready only when all of them are asked at once.
+    pub ranks: bool,
+}
+
+#[derive(Clone)]
+pub struct World(pub Rc<RefCell<State>>);
+
+pub const INIT: ProcessId = ProcessId { pid: 100, start_time: 1 };
+
+pub fn process(pid: Pid, cuda: bool) -> Process {
+    Process {
+        id: ProcessId { pid, start_time: 1 },
+        inner_pid: pid - 99,
+        command: format!("p{pid}"),
+        maps_libcuda: cuda,
+        devices: if cuda { vec!["/dev/nvidia0".into()] } else { Vec::new() },
+        tracer: 0,
+    }
+}
+
+impl World {
+    /// An init without CUDA and `count` processes with it.
+    pub fn new(count: i32, frozen: bool) -> Self {
+        let mut processes = vec![process(INIT.pid, false)];
+        processes.extend((1..=count).map(|n| process(INIT.pid + n, true)));
+        let cuda = (1..=count).map(|n| (INIT.pid + n, CudaState::Running)).collect();
+        Self(Rc::new(RefCell::new(State {
+            processes,
+            cuda,
+            frozen,
+            held: Vec::new(),
+            log: Vec::new(),
+            faults: Vec::new(),
+            births: Vec::new(),
+            image_is_whole: false,
+            entry: None,
+            interrupted: false,
+            paused_by_caller: frozen,
+            ran: false,
+            manifest: None,
+            in_flight: BTreeMap::new(),
+            killed_in_dump: false,
+            calls_left: None,
+            ranks: false,
+        })))
+    }
+
+    pub fn fault(self, call: &'static str, fault: Fault, times: u32) -> Self {
+        self.0.borrow_mut().faults.push((call, fault, times));
+        self
+    }
+
+    pub fn with<T>(&self, act: impl FnOnce(&mut State) -> T) -> T {
+        act(&mut self.0.borrow_mut())
+    }
+
+    pub fn states(&self) -> Vec<CudaState> {
+        self.with(|state| state.cuda.values().copied().collect())
+    }
+
+    pub fn log(&self) -> Vec<String> {
+        self.with(|state| state.log.clone())
+    }
+
+    pub fn container() -> Container {
+        Container {
+            id: "c1".into(),
+            init: INIT,
+            bundle: "/bundle".into(),
+            cgroup: Cgroup { version: CgroupVersion::V2, directory: "/nowhere".into() },
+        }
+    }
+
+    pub fn limits() -> Limits {
+        Limits {
+            lock: Duration::from_millis(300),
+            checkpoint: Duration::from_secs(5),
+            restore: Duration::from_millis(700),
+        }
+    }
+
+    /// Runs `act` with the traits of this world.
+    pub fn run<T>(&self, act: impl FnOnce(&mut Parts<'_>) -> T) -> T {
+        let (mut driver, mut hold, mut runtime) = (self.clone(), self.clone(), self.clone());
+        let (mut image, mut journal) = (self.clone(), self.clone());
+        let interrupted = || self.with(|state| state.interrupted);
+        act(&mut Parts {
+            driver: &mut driver,
+            hold: &mut hold,
+            freezer: self,
+            processes: self,
+            runtime: &mut runtime,
+            image: &mut image,
+            journal: &mut journal,
+            interrupted: &interrupted,
+        })
+    }
+
+    /// Runs `act` as if its process were killed with SIGKILL after `calls` calls. `None` if it was.
+    pub fn cut_off_after<T>(&self, calls: u32, act: impl FnOnce() -> T) -> Option<T> {
+        self.with(|state| state.calls_left = Some(calls));
+        let done = std::panic::catch_unwind(std::panic::AssertUnwindSafe(act));
+        self.with(|state| state.calls_left = None);
+        match done {
+            Ok(done) => Some(done),
+            Err(reason) if reason.is::<CutOff>() => None,
+            Err(reason) => std::panic::resume_unwind(reason),
+        }
+    }
+
+    fn note(&self, call: &'static str) -> Option<Fault> {
+        let cut_off = self.with(|state| match &mut state.calls_left {
+            Some(0) => true,
+            Some(left) => {
+                *left -= 1;
+                false
+            }
+            None => false,
+        });
+        if cut_off {
+            std::panic::resume_unwind(Box::new(CutOff));
+        }
+        self.with(|state| {
+            state.log.push(call.to_owned());
+            let born: Vec<Process> = {
+                let (now, later) =
+                    std::mem::take(&mut state.births).into_iter().partition(|(at, _)| *at == call);
+                state.births = later;
+                let now: Vec<(&str, Process)> = now;
+                now.into_iter().map(|(_, process)| process).collect()
+            };
+            for process in born {
+                state.cuda.insert(process.id.pid, CudaState::Running);
+                state.processes.push(process);
+            }
+            let fault = state.faults.iter_mut().find(|(name, _, left)| *name == call && *left > 0)?;
+            fault.2 -= 1;
+            Some(fault.1)
+        })
+    }
+
+    fn watch(state: &mut State) {
+        let all_held = state.processes.iter().all(|process| {
+            state.held.iter().any(|t| t.pid == process.id.pid && t.keep != Keep::All)
+        });
+        if state.paused_by_caller && !state.frozen && !all_held && !state.processes.is_empty() {
+            state.ran = true;
+        }
+    }
+
+    fn act(&self, call: Call, name: &'static str, pids: &[Pid], from: CudaState, to: CudaState) -> Answers<()> {
+        let fault = if pids.is_empty() { None } else { self.note(name) };
+        self.with(|state| {
+            assert!(!state.frozen || pids.is_empty(), "{name} on a frozen process would hang");
+            for pid in pids {
+                let driver_is_held = name == "lock"
+                    && state.held.iter().any(|t| t.pid == *pid && matches!(t.keep, Keep::RestoreThread(_) | Keep::None));
+                assert!(!driver_is_held, "lock without cuda-EvtHandlr would hang");
+            }
+            pids.iter()
+                .map(|pid| {
+                    let refused = |code| Err(DriverError::Refused { call, error: CudaError(code) });
+                    let works = !matches!(fault, Some(Fault::Error(_) | Fault::Hang | Fault::Crash | Fault::Lie));
+                    let Some(current) = state.cuda.get(pid).copied() else { return (*pid, refused(304)) };
+                    let alone = state.ranks && name == "lock" && pids.len() < state.cuda.len();
+                    let waiting = name == "lock" && state.in_flight.get_mut(pid).is_some_and(|left| {
+                        let waits = *left > 0;
+                        *left = left.saturating_sub(1);
+                        waits
+                    });
+                    let answer = if current != from {
+                        refused(401)
+                    } else if works && (alone || waiting) {
+                        refused(600)
+                    } else {
+                        if works {
+                            state.cuda.insert(*pid, to);
+                        }
+                        match fault {
+                            Some(Fault::Error(code)) => refused(code),
+                            Some(Fault::Hang | Fault::HangAfter) => {
+                                Err(DriverError::Deadline { call, after: Duration::ZERO })
+                            }
+                            Some(Fault::Crash) => Err(DriverError::HelperLost { call, how: "signal: 11".into() }),
+                            Some(Fault::Lie) | None => Ok(()),
+                        }
+                    };
+                    (*pid, answer)
+                })
+                .collect()
+        })
+    }
+
+    fn tool(&self, name: &'static str) -> Result<(), RuncError> {
+        match self.note(name) {
+            None => Ok(()),
+            Some(_) => Err(RuncError {
+                command: format!("runc {name}"),
+                how: "exit status: 1".into(),
+                output: "no".into(),
+                criu: Vec::new(),
+                log: None,
+                code: Some(1),
+            }),
+        }
+    }
+}
+
+impl Driver for World {
+    fn facts(&mut self) -> Result<DriverFacts, DriverError> {
+        match self.note("facts") {
+            Some(_) => Err(DriverError::NoLibrary("searched".into())),
+            None => Ok(DriverFacts { cuda_version: 13000, driver_version: Some("580.1".into()), ..DriverFacts::default() }),
+        }
+    }
+
+    fn probe(&mut self, pids: &[Pid]) -> Answers<Option<Pid>> {
+        let fault = self.note("probe");
+        self.with(|state| {
+            pids.iter()
+                .map(|pid| {
+                    let error = DriverError::HelperLost { call: Call::Probe, how: "gone".into() };
+                    let answer = match fault {
+                        Some(_) => Err(error),
+                        None => Ok(state.cuda.contains_key(pid).then_some(pid + 1000)),
+                    };
+                    (*pid, answer)
+                })
+                .collect()
+        })
+    }
+
+    fn states(&mut self, pids: &[Pid], _: Duration) -> Answers<CudaState> {
+        let fault = if pids.is_empty() { None } else { self.note("states") };
+        self.with(|state| {
+            assert!(!state.frozen || pids.is_empty(), "get-state of a frozen process would hang");
+            pids.iter()
+                .map(|pid| {
+                    let answer = match (fault, state.cuda.get(pid)) {
+                        (None, Some(found)) => Ok(*found),
+                        (None, None) => Err(DriverError::Refused { call: Call::State, error: CudaError(304) }),
+                        (Some(_), _) => Err(DriverError::Deadline { call: Call::State, after: Duration::ZERO }),
+                    };
+                    (*pid, answer)
+                })
+                .collect()
+        })
+    }
+
+    fn lock(&mut self, pids: &[Pid], timeout: Duration) -> Answers<()> {
+        // The driver's own timeout passes where something is in flight.
+        let answers = self.act(Call::Lock, "lock", pids, CudaState::Running, CudaState::Locked);
+        if answers.values().any(|a| a.as_ref().is_err_and(|e| e.code() == Some(CudaError::NOT_READY))) {
+            std::thread::sleep(timeout.min(Duration::from_millis(50)));
+        }
+        answers
+    }
+
+    fn checkpoint(&mut self, pids: &[Pid], _: Duration) -> Answers<()> {
+        self.act(Call::Checkpoint, "checkpoint", pids, CudaState::Locked, CudaState::Checkpointed)
+    }
+
+    fn restore(&mut self, pids: &[Pid], _: Duration) -> Answers<()> {
+        self.act(Call::Restore, "restore", pids, CudaState::Checkpointed, CudaState::Locked)
+    }
+
+    fn unlock(&mut self, pids: &[Pid], _: Duration) -> Answers<()> {
+        self.act(Call::Unlock, "unlock", pids, CudaState::Locked, CudaState::Running)
+    }
+
+    fn usage(&mut self, _: &[Pid]) -> Option<BTreeMap<Pid, GpuUse>> {
+        None
+    }
+}
+
+impl Hold for World {
+    fn hold(&mut self, targets: &[Target]) -> Result<(), HoldError> {
+        if self.note("hold").is_some() {
+            return Err(HoldError::Refused { pid: 101, tid: 101, reason: "EPERM".into() });
+        }
+        self.with(|state| {
+            state.held = targets.to_vec();
+            Self::watch(state);
+        });
+        Ok(())
+    }
+
+    fn settle(&mut self) -> Result<(), HoldError> {
+        if self.note("settle").is_some() {
+            return Err(HoldError::Pending { tid: 101, state: "D".into() });
+        }
+        Ok(())
+    }
+
+    fn release(&mut self) {
+        self.with(|state| {
+            state.held.clear();
+            Self::watch(state);
+        });
+    }
+
+    fn tracer(&self) -> Option<Pid> {
+        None
+    }
+}
+
+impl Freezer for World {
+    fn frozen(&self) -> Result<bool, FreezerError> {
+        Ok(self.with(|state| state.frozen))
+    }
+
+    fn freeze(&self) -> Result<(), FreezerError> {
+        if self.note("freeze").is_some() {
+            return Err(FreezerError::Stuck { directory: "/cg".into(), state: "FREEZING".into() });
+        }
+        self.with(|state| state.frozen = true);
+        Ok(())
+    }
+
+    fn thaw(&self) -> Result<(), FreezerError> {
+        if self.note("thaw").is_some() {
+            return Err(FreezerError::Stuck { directory: "/cg".into(), state: "FROZEN".into() });
+        }
+        self.with(|state| {
+            state.frozen = false;
+            Self::watch(state);
+        });
+        Ok(())
+    }
+}
+
+impl Processes for World {
+    fn list(&self) -> Result<Vec<Process>, ProcessesError> {
+        Ok(self.with(|state| state.processes.clone()))
+    }
+
+    fn host_has_gpu(&self) -> bool {
+        true
+    }
+
+    fn alive(&self, id: ProcessId) -> bool {
+        self.with(|state| state.processes.iter().any(|process| process.id == id))
+    }
+}
+
+impl Runtime for World {
+    fn dump(&mut self, leave_running: bool) -> Result<(), RuncError> {
+        self.with(|state| {
+            assert!(state.frozen, "dumped while it runs");
+            assert!(state.held.is_empty(), "CRIU cannot trace what is held");
+        });
+        self.tool("dump")?;
+        if self.with(|state| state.killed_in_dump) {
+            self.with(|state| {
+                state.processes.clear();
+                state.cuda.clear();
+            });
+            self.with(|state| state.faults.push(("dump", Fault::Error(1), 1)));
+            self.tool("dump")?;
+        }
+        self.with(|state| {
+            assert!(
+                state.cuda.values().all(|state| *state == CudaState::Checkpointed),
+                "CRIU cannot dump a process that holds a GPU: {:?}",
+                state.cuda
+            );
+            if !leave_running {
+                state.processes.clear();
+                state.cuda.clear();
+            }
+        });
+        Ok(())
+    }
+
+    fn restore(&mut self) -> Result<(), RuncError> {
+        self.tool("runc-restore")
+    }
+
+    fn resume(&mut self) -> Result<(), RuncError> {
+        self.tool("resume")?;
+        self.with(|state| {
+            state.frozen = false;
+            Self::watch(state);
+            state.paused_by_caller = false;
+        });
+        Ok(())
+    }
+
+    fn kill(&mut self) -> Result<(), RuncError> {
+        self.tool("kill")?;
+        self.with(|state| {
+            state.processes.clear();
+            state.cuda.clear();
+        });
+        Ok(())
+    }
+
+    fn delete(&mut self) -> Result<(), RuncError> {
+        self.tool("delete")
+    }
+}
+
+fn image_error() -> Cause {
+    Cause::Image { path: "/image".into(), reason: "no space left on device".into() }
+}
+
+impl Image for World {
+    fn prepare(&mut self) -> Result<(), Cause> {
+        if self.note("prepare").is_some() { Err(image_error()) } else { Ok(()) }
+    }
+
+    fn sync(&mut self) -> Result<(), Cause> {
+        if self.note("sync").is_some() { Err(image_error()) } else { Ok(()) }
+    }
+
+    fn finish(&mut self, manifest: &Manifest) -> Result<(), Cause> {
+        if self.note("finish").is_some() {
+            return Err(image_error());
+        }
+        self.with(|state| {
+            state.image_is_whole = true;
+            state.manifest = Some(manifest.clone());
+        });
+        Ok(())
+    }
+
+    fn path(&self) -> &Path {
+        Path::new("/image")
+    }
+}
+
+impl Journal for World {
+    fn save(&mut self, entry: &Entry) -> Result<(), JournalError> {
+        if self.note("journal").is_some() {
+            return Err(JournalError::Busy);
+        }
+        self.with(|state| state.entry = Some(entry.clone()));
+        Ok(())
+    }
+
+    fn clear(&mut self) -> Result<(), JournalError> {
+        self.with(|state| state.entry = None);
+        Ok(())
+    }
+}
+
+/// The end of an operation whose process was killed.
+struct CutOff;
