@@ -112,26 +112,17 @@ impl Annotations {
     ) -> Result<Self, AnnotationError> {
         // Sorted, because annotations come out of a hash map: the same container must get the
         // same error each time.
-        let ours: BTreeMap<_, _> = all
-            .into_iter()
-            .filter(|(k, _)| k.starts_with(PREFIX))
-            .collect();
+        let ours: BTreeMap<_, _> = all.into_iter().filter(|(k, _)| k.starts_with(PREFIX)).collect();
         let mut out = Self::default();
         for (key, value) in ours {
             let name = AnnotationName::ALL
                 .into_iter()
                 .find(|name| name.key() == key)
-                .ok_or_else(|| AnnotationError::Unknown {
-                    key: key.to_owned(),
-                })?;
+                .ok_or_else(|| AnnotationError::Unknown { key: key.to_owned() })?;
             if !policy.allow.contains(&name) {
                 return Err(AnnotationError::NotAllowed { name });
             }
-            let wrong = |reason| AnnotationError::Value {
-                name,
-                value: value.to_owned(),
-                reason,
-            };
+            let wrong = |reason| AnnotationError::Value { name, value: value.to_owned(), reason };
             match name {
                 AnnotationName::MultiProcess => out.multi_process = allow(value).map_err(wrong)?,
                 AnnotationName::MultiGpu => out.multi_gpu = allow(value).map_err(wrong)?,
@@ -147,21 +138,14 @@ impl Annotations {
 
 /// The only value of a switch. There is no 'deny': leaving the annotation out says that.
 fn allow(value: &str) -> Result<bool, String> {
-    if value == "allow" {
-        Ok(true)
-    } else {
-        Err("expected \"allow\"".to_owned())
-    }
+    if value == "allow" { Ok(true) } else { Err("expected \"allow\"".to_owned()) }
 }
 
 fn timeout(value: &str, max: Duration) -> Result<Duration, String> {
     let given =
         duration::parse(value).map_err(|why| format!("{why}, expected {}", duration::FORM))?;
     if given < duration::SHORTEST {
-        return Err(format!(
-            "expected at least {}",
-            duration::show(duration::SHORTEST)
-        ));
+        return Err(format!("expected at least {}", duration::show(duration::SHORTEST)));
     }
     if given > max {
         return Err(format!(
@@ -241,10 +225,7 @@ mod tests {
             allow: [AnnotationName::MultiGpu].into(),
             ..AnnotationPolicy::default()
         };
-        let all = [
-            ("dev.stasis.multi-gpu", "allow"),
-            ("dev.stasis.multi-process", "allow"),
-        ];
+        let all = [("dev.stasis.multi-gpu", "allow"), ("dev.stasis.multi-process", "allow")];
         assert_eq!(
             Annotations::parse(all, &policy).unwrap_err().to_string(),
             "annotation dev.stasis.multi-process is not allowed on this host: annotations.allow \
@@ -269,11 +250,7 @@ mod tests {
         let of = |value| parse(&[("dev.stasis.lock-timeout", value)]);
         assert!(of("1ms").is_ok());
         assert!(of("10m").is_ok());
-        assert!(
-            of("999us")
-                .unwrap_err()
-                .ends_with(": expected at least 1ms")
-        );
+        assert!(of("999us").unwrap_err().ends_with(": expected at least 1ms"));
         assert!(of("0s").unwrap_err().ends_with(": expected at least 1ms"));
         assert_eq!(
             of("601s").unwrap_err(),
@@ -285,16 +262,7 @@ mod tests {
             "annotation dev.stasis.lock-timeout has the value `30`: the unit is missing, expected \
              a duration with a unit, such as \"10s\" or \"2m 30s\""
         );
-        for value in [
-            "",
-            "0",
-            "s",
-            "-1s",
-            "1e9s",
-            "99999999999999999999s",
-            "10 parsecs",
-            "∞",
-        ] {
+        for value in ["", "0", "s", "-1s", "1e9s", "99999999999999999999s", "10 parsecs", "∞"] {
             assert!(of(value).is_err(), "{value}");
         }
     }
@@ -310,10 +278,7 @@ mod tests {
         ] {
             let error = parse(&all).unwrap_err();
             assert!(error.len() < 500, "{}", error.len());
-            assert!(
-                !error.chars().any(|c| c.is_control() || c == '\u{202e}'),
-                "{error:?}"
-            );
+            assert!(!error.chars().any(|c| c.is_control() || c == '\u{202e}'), "{error:?}");
         }
     }
 }

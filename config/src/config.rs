@@ -161,27 +161,19 @@ pub struct AnnotationPolicy {
 
 impl Default for Runtime {
     fn default() -> Self {
-        Self {
-            path: "runc".into(),
-        }
+        Self { path: "runc".into() }
     }
 }
 
 impl Default for State {
     fn default() -> Self {
-        Self {
-            directory: "/run/stasis".into(),
-        }
+        Self { directory: "/run/stasis".into() }
     }
 }
 
 impl Default for Log {
     fn default() -> Self {
-        Self {
-            directory: "/var/log/stasis".into(),
-            level: LogLevel::Warn,
-            keep: 50,
-        }
+        Self { directory: "/var/log/stasis".into(), level: LogLevel::Warn, keep: 50 }
     }
 }
 
@@ -200,10 +192,7 @@ impl Default for Cuda {
 
 impl Default for AnnotationPolicy {
     fn default() -> Self {
-        Self {
-            allow: AnnotationName::all(),
-            max_lock_timeout: Duration::from_secs(600),
-        }
+        Self { allow: AnnotationName::all(), max_lock_timeout: Duration::from_secs(600) }
     }
 }
 
@@ -268,10 +257,8 @@ impl Config {
     /// # Errors
     /// If it is wrong, or cannot be read, or is missing.
     pub fn from_file(path: &Path) -> Result<Self, ConfigError> {
-        let text = read(path).map_err(|source| ConfigError::Read {
-            path: path.to_owned(),
-            source,
-        })?;
+        let text =
+            read(path).map_err(|source| ConfigError::Read { path: path.to_owned(), source })?;
         Self::parse(&text, path)
     }
 
@@ -287,10 +274,8 @@ impl Config {
         })?;
         config.validate().map_err(|(keys, reason)| {
             // Of several keys that do not go together, the one that is in the file.
-            let (key, at) = keys
-                .iter()
-                .find_map(|key| Some((*key, source.find(key)?)))
-                .unwrap_or((keys[0], 0));
+            let (key, at) =
+                keys.iter().find_map(|key| Some((*key, source.find(key)?))).unwrap_or((keys[0], 0));
             source.error(at, Some(key.to_owned()), &reason)
         })?;
         Ok(config)
@@ -298,14 +283,7 @@ impl Config {
 
     /// What the types cannot say. The error: the keys concerned, and what is wrong.
     fn validate(&self) -> Result<(), (&'static [&'static str], String)> {
-        let Self {
-            runtime,
-            state,
-            log,
-            cuda,
-            criu: _,
-            annotations: _,
-        } = self;
+        let Self { runtime, state, log, cuda, criu: _, annotations: _ } = self;
 
         program(&runtime.path).map_err(|e| (&["runtime.path"][..], e))?;
         absolute(&state.directory).map_err(|e| (&["state.directory"][..], e))?;
@@ -333,9 +311,7 @@ impl Config {
 
 fn read(path: &Path) -> io::Result<String> {
     let mut text = String::new();
-    let read = File::open(path)?
-        .take(MAX_BYTES + 1)
-        .read_to_string(&mut text)?;
+    let read = File::open(path)?.take(MAX_BYTES + 1).read_to_string(&mut text)?;
     if u64::try_from(read).is_ok_and(|read| read > MAX_BYTES) {
         return Err(io::Error::new(
             io::ErrorKind::FileTooLarge,
@@ -351,10 +327,7 @@ fn absolute(path: &Path) -> Result<(), String> {
         || path.components().any(|c| c == Component::ParentDir)
         || text.chars().any(char::is_control)
     {
-        return Err(format!(
-            "expected an absolute path without `..`, found {}",
-            quoted(&text)
-        ));
+        return Err(format!("expected an absolute path without `..`, found {}", quoted(&text)));
     }
     Ok(())
 }
@@ -367,10 +340,7 @@ fn program(path: &Path) -> Result<(), String> {
     if name || absolute(path).is_ok() {
         return Ok(());
     }
-    Err(format!(
-        "expected the name of a program or an absolute path, found {}",
-        quoted(&text)
-    ))
+    Err(format!("expected the name of a program or an absolute path, found {}", quoted(&text)))
 }
 
 fn some_duration<'de, D: Deserializer<'de>>(de: D) -> Result<Duration, D::Error> {
@@ -486,12 +456,7 @@ impl Source<'_> {
     fn find(&self, key: &str) -> Option<usize> {
         let (section, name) = key.split_once('.')?;
         let root = DeTable::parse(self.text).ok()?;
-        let value = root
-            .get_ref()
-            .get(section)?
-            .get_ref()
-            .as_table()?
-            .get(name)?;
+        let value = root.get_ref().get(section)?.get_ref().as_table()?.get(name)?;
         Some(value.span().start)
     }
 }
@@ -519,23 +484,15 @@ mod tests {
         let known = |text: &str| {
             let error = toml::from_str::<Config>(text).unwrap_err();
             let listed = error.message().split_once("expected ").unwrap().1;
-            listed
-                .split('`')
-                .skip(1)
-                .step_by(2)
-                .map(str::to_owned)
-                .collect::<Vec<_>>()
+            listed.split('`').skip(1).step_by(2).map(str::to_owned).collect::<Vec<_>>()
         };
         for section in known("-x = 1") {
-            let (_, body) = SAMPLE
-                .split_once(&format!("\n[{section}]\n"))
-                .expect(&section);
+            let (_, body) = SAMPLE.split_once(&format!("\n[{section}]\n")).expect(&section);
             let body = body.split("\n[").next().unwrap();
             for key in known(&format!("[{section}]\n-x = 1")) {
-                let shown = body.lines().any(|line| {
-                    line.trim_start_matches("# ")
-                        .starts_with(&format!("{key} = "))
-                });
+                let shown = body
+                    .lines()
+                    .any(|line| line.trim_start_matches("# ").starts_with(&format!("{key} = ")));
                 assert!(shown, "{section}.{key}");
             }
         }
@@ -581,17 +538,9 @@ mod tests {
             "#,
         );
         let want = Config {
-            runtime: Runtime {
-                path: "/usr/local/sbin/crun".into(),
-            },
-            state: State {
-                directory: "/a".into(),
-            },
-            log: Log {
-                directory: "/b".into(),
-                level: LogLevel::Trace,
-                keep: 0,
-            },
+            runtime: Runtime { path: "/usr/local/sbin/crun".into() },
+            state: State { directory: "/a".into() },
+            log: Log { directory: "/b".into(), level: LogLevel::Trace, keep: 0 },
             cuda: Cuda {
                 libcuda: Some("/c/libcuda.so.1".into()),
                 libnvml: Some("/c/libnvidia-ml.so.1".into()),
@@ -618,11 +567,7 @@ mod tests {
     /// Each wrong text has this whole message.
     fn wrong<const N: usize>(table: [(&str, String); N]) {
         for (text, want) in table {
-            assert_eq!(
-                parse(text),
-                Err(format!("configuration c.toml:{want}")),
-                "{text}"
-            );
+            assert_eq!(parse(text), Err(format!("configuration c.toml:{want}")), "{text}");
         }
     }
 
@@ -696,10 +641,7 @@ mod tests {
                  `debug`, `trace`"
                     .into(),
             ),
-            (
-                "[log]\nkeep = -1",
-                "2:8: log.keep: invalid value: integer `-1`, expected u32".into(),
-            ),
+            ("[log]\nkeep = -1", "2:8: log.keep: invalid value: integer `-1`, expected u32".into()),
             (
                 "[logs]",
                 "1:2: logs: unknown field `logs`, expected one of `runtime`, `state`, `log`, \
@@ -766,11 +708,7 @@ mod tests {
 
     #[test]
     fn messages_are_free_of_control_characters() {
-        for text in [
-            "[cuda]\nlibcuda = \"/a\\u001b\\n\"",
-            "[\"\\u001b\\n\"]",
-            "\u{1b} = 1",
-        ] {
+        for text in ["[cuda]\nlibcuda = \"/a\\u001b\\n\"", "[\"\\u001b\\n\"]", "\u{1b} = 1"] {
             let error = parse(text).unwrap_err();
             assert!(!error.chars().any(char::is_control), "{error:?}");
         }
@@ -784,16 +722,10 @@ mod tests {
         let missing = dir.path().join("none.toml");
         let config = |named: &str| Config::load_from(Some(named.into()), &missing);
 
-        assert_eq!(
-            Config::load_from(None, &missing).unwrap(),
-            Config::default()
-        );
+        assert_eq!(Config::load_from(None, &missing).unwrap(), Config::default());
         assert_eq!(config("").unwrap(), Config::default());
         let error = config("/none/such.toml").unwrap_err();
-        assert_eq!(
-            error.to_string(),
-            "cannot read the configuration /none/such.toml"
-        );
+        assert_eq!(error.to_string(), "cannot read the configuration /none/such.toml");
         assert!(std::error::Error::source(&error).is_some());
 
         let file = dir.path().join("c.toml");

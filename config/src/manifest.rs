@@ -246,17 +246,12 @@ impl Manifest {
         };
         // First, because in another version everything else may differ.
         let version = match serde_json::from_slice(bytes) {
-            Ok(OfAnyVersion {
-                version: Some(version),
-            }) => version,
+            Ok(OfAnyVersion { version: Some(version) }) => version,
             Ok(OfAnyVersion { version: None }) => return Err(ManifestError::NoVersion { path }),
             Err(error) => return Err(syntax(path, &error)),
         };
         if version != u64::from(VERSION) {
-            return Err(ManifestError::Version {
-                path,
-                found: version,
-            });
+            return Err(ManifestError::Version { path, found: version });
         }
         let manifest: Self = match serde_json::from_slice(bytes) {
             Ok(manifest) => manifest,
@@ -264,11 +259,7 @@ impl Manifest {
         };
         match manifest.validate() {
             Ok(()) => Ok(manifest),
-            Err(Wrong { field, reason }) => Err(ManifestError::Invalid {
-                path,
-                field,
-                reason,
-            }),
+            Err(Wrong { field, reason }) => Err(ManifestError::Invalid { path, field, reason }),
         }
     }
 
@@ -280,19 +271,12 @@ impl Manifest {
     pub fn write(&self, image: &Path) -> Result<(), ManifestError> {
         let path = image.join(MANIFEST_FILE);
         if let Err(Wrong { field, reason }) = self.validate() {
-            return Err(ManifestError::Invalid {
-                path,
-                field,
-                reason,
-            });
+            return Err(ManifestError::Invalid { path, field, reason });
         }
         let mut text = match serde_json::to_vec_pretty(self) {
             Ok(text) => text,
             Err(error) => {
-                return Err(ManifestError::Write {
-                    path,
-                    source: error.into(),
-                });
+                return Err(ManifestError::Write { path, source: error.into() });
             }
         };
         text.push(b'\n');
@@ -321,10 +305,7 @@ impl Manifest {
             .and_then(|()| remove(&dir, MANIFEST_FILE))
             .map_err(io::Error::from)
             .and_then(|()| sync_directory(&dir))
-            .map_err(|source| ManifestError::Remove {
-                path: image.join(MANIFEST_FILE),
-                source,
-            })
+            .map_err(|source| ManifestError::Remove { path: image.join(MANIFEST_FILE), source })
     }
 
     fn validate(&self) -> Result<(), Wrong> {
@@ -334,10 +315,7 @@ impl Manifest {
             created,
             created_by,
             container,
-            driver: Driver {
-                version: driver,
-                cuda: _,
-            },
+            driver: Driver { version: driver, cuda: _ },
             gpus,
             processes,
             dump: _,
@@ -346,10 +324,7 @@ impl Manifest {
             phases,
         } = self;
         if *version != VERSION {
-            return Err(Wrong::new(
-                "version",
-                format!("expected {VERSION}, found {version}"),
-            ));
+            return Err(Wrong::new("version", format!("expected {VERSION}, found {version}")));
         }
         text("created", created)?;
         if humantime::parse_rfc3339(created).is_err() {
@@ -359,23 +334,13 @@ impl Manifest {
         text("container", container)?;
         text("driver.version", driver)?;
         for (field, gpu) in entries("gpus", gpus)? {
-            let Gpu {
-                uuid,
-                name,
-                memory_bytes: _,
-            } = gpu;
+            let Gpu { uuid, name, memory_bytes: _ } = gpu;
             text(format!("{field}.uuid"), uuid)?;
             text(format!("{field}.name"), name)?;
         }
         let (mut pids, mut orders) = (HashSet::new(), HashSet::new());
         for (field, process) in entries("processes", processes)? {
-            let Process {
-                pid,
-                command,
-                order,
-                gpus,
-                device_bytes: _,
-            } = process;
+            let Process { pid, command, order, gpus, device_bytes: _ } = process;
             if *pid < 1 {
                 let reason = format!("expected a pid from 1, found {pid}");
                 return Err(Wrong::new(format!("{field}.pid"), reason));
@@ -402,10 +367,7 @@ impl Manifest {
             absolute(field, device)?;
         }
         for (field, phase) in entries("phases", phases)? {
-            let Phase {
-                name,
-                milliseconds: _,
-            } = phase;
+            let Phase { name, milliseconds: _ } = phase;
             text(format!("{field}.name"), name)?;
         }
         Ok(())
@@ -420,10 +382,7 @@ struct Wrong {
 
 impl Wrong {
     fn new(field: impl Into<String>, reason: impl Into<String>) -> Self {
-        Self {
-            field: field.into(),
-            reason: reason.into(),
-        }
+        Self { field: field.into(), reason: reason.into() }
     }
 }
 
@@ -433,17 +392,11 @@ fn entries<'a, T>(
     list: &'a [T],
 ) -> Result<impl Iterator<Item = (String, &'a T)> + use<'a, T>, Wrong> {
     if list.len() > MAX_ENTRIES {
-        let reason = format!(
-            "expected at most {MAX_ENTRIES} entries, found {}",
-            list.len()
-        );
+        let reason = format!("expected at most {MAX_ENTRIES} entries, found {}", list.len());
         return Err(Wrong::new(field, reason));
     }
     let field = field.to_owned();
-    Ok(list
-        .iter()
-        .enumerate()
-        .map(move |(i, entry)| (format!("{field}[{i}]"), entry)))
+    Ok(list.iter().enumerate().map(move |(i, entry)| (format!("{field}[{i}]"), entry)))
 }
 
 fn text(field: impl Into<String>, text: &str) -> Result<(), Wrong> {
@@ -452,10 +405,7 @@ fn text(field: impl Into<String>, text: &str) -> Result<(), Wrong> {
         return Err(Wrong::new(field, reason));
     }
     if text.chars().any(char::is_control) {
-        let reason = format!(
-            "expected no control characters, found {}",
-            crate::text::quoted(text)
-        );
+        let reason = format!("expected no control characters, found {}", crate::text::quoted(text));
         return Err(Wrong::new(field, reason));
     }
     Ok(())
@@ -471,31 +421,18 @@ fn absolute(field: String, path: &str) -> Result<(), Wrong> {
 }
 
 fn directory(path: &Path) -> nix::Result<OwnedFd> {
-    open(
-        path,
-        OFlag::O_RDONLY | OFlag::O_DIRECTORY | OFlag::O_CLOEXEC,
-        Mode::empty(),
-    )
+    open(path, OFlag::O_RDONLY | OFlag::O_DIRECTORY | OFlag::O_CLOEXEC, Mode::empty())
 }
 
 fn cannot_open(image: &Path, error: Errno) -> ManifestError {
-    ManifestError::Directory {
-        path: image.to_owned(),
-        source: error.into(),
-    }
+    ManifestError::Directory { path: image.to_owned(), source: error.into() }
 }
 
 fn read(dir: impl AsFd, path: &Path) -> Result<Option<Vec<u8>>, ManifestError> {
-    let failed = |source: io::Error| ManifestError::Read {
-        path: path.to_owned(),
-        source,
-    };
+    let failed = |source: io::Error| ManifestError::Read { path: path.to_owned(), source };
     let check = |stat: &FileStat| match kind(stat) {
         None => Ok(()),
-        Some(kind) => Err(ManifestError::NotRegular {
-            path: path.to_owned(),
-            kind,
-        }),
+        Some(kind) => Err(ManifestError::NotRegular { path: path.to_owned(), kind }),
     };
     // Looked at before it is opened, because to open a device can already do something: an image
     // that was unpacked by root may hold any.
@@ -516,42 +453,31 @@ fn read(dir: impl AsFd, path: &Path) -> Result<Option<Vec<u8>>, ManifestError> {
 
     let mut bytes = Vec::new();
     // Its size may change under our eyes, so count what is read.
-    file.take(MAX_BYTES + 1)
-        .read_to_end(&mut bytes)
-        .map_err(failed)?;
+    file.take(MAX_BYTES + 1).read_to_end(&mut bytes).map_err(failed)?;
     if u64::try_from(bytes.len()).map_or(true, |len| len > MAX_BYTES) {
-        return Err(ManifestError::TooLarge {
-            path: path.to_owned(),
-        });
+        return Err(ManifestError::TooLarge { path: path.to_owned() });
     }
     Ok(Some(bytes))
 }
 
 /// What it is, if it is not a regular file.
 fn kind(stat: &FileStat) -> Option<&'static str> {
-    Some(
-        match SFlag::from_bits_truncate(stat.st_mode) & SFlag::S_IFMT {
-            SFlag::S_IFREG => return None,
-            SFlag::S_IFLNK => "a symbolic link",
-            SFlag::S_IFDIR => "a directory",
-            SFlag::S_IFIFO => "a FIFO",
-            SFlag::S_IFSOCK => "a socket",
-            SFlag::S_IFCHR | SFlag::S_IFBLK => "a device",
-            _ => "something else",
-        },
-    )
+    Some(match SFlag::from_bits_truncate(stat.st_mode) & SFlag::S_IFMT {
+        SFlag::S_IFREG => return None,
+        SFlag::S_IFLNK => "a symbolic link",
+        SFlag::S_IFDIR => "a directory",
+        SFlag::S_IFIFO => "a FIFO",
+        SFlag::S_IFSOCK => "a socket",
+        SFlag::S_IFCHR | SFlag::S_IFBLK => "a device",
+        _ => "something else",
+    })
 }
 
 fn replace(dir: impl AsFd, text: &[u8]) -> io::Result<()> {
     remove(&dir, TEMPORARY)?;
     let flags =
         OFlag::O_WRONLY | OFlag::O_CREAT | OFlag::O_EXCL | OFlag::O_NOFOLLOW | OFlag::O_CLOEXEC;
-    let mut file = File::from(openat(
-        &dir,
-        TEMPORARY,
-        flags,
-        Mode::from_bits_truncate(0o600),
-    )?);
+    let mut file = File::from(openat(&dir, TEMPORARY, flags, Mode::from_bits_truncate(0o600))?);
     file.write_all(text)?;
     file.sync_all()?;
     renameat(&dir, TEMPORARY, &dir, MANIFEST_FILE)?;
@@ -647,10 +573,7 @@ mod tests {
             created: "2026-11-29T18:35:00Z".into(),
             created_by: "stasis 0.1.0".into(),
             container: "counter".into(),
-            driver: Driver {
-                version: "580.159.04".into(),
-                cuda: 13000,
-            },
+            driver: Driver { version: "580.159.04".into(), cuda: 13000 },
             gpus: vec![Gpu {
                 uuid: uuid.clone(),
                 name: "NVIDIA H200".into(),
@@ -664,29 +587,14 @@ mod tests {
                     gpus: vec![uuid],
                     device_bytes: Some(64 << 20),
                 },
-                Process {
-                    pid: 7,
-                    command: "helper".into(),
-                    order: 1,
-                    ..Process::default()
-                },
+                Process { pid: 7, command: "helper".into(), order: 1, ..Process::default() },
             ],
-            dump: Dump {
-                tcp_established: true,
-                file_locks: true,
-                ..Dump::default()
-            },
+            dump: Dump { tcp_established: true, file_locks: true, ..Dump::default() },
             gpu_mounts: vec!["/usr/lib/x86_64-linux-gnu/libcuda.so.1".into()],
             gpu_devices: vec!["/dev/nvidia0".into(), "/dev/nvidiactl".into()],
             phases: vec![
-                Phase {
-                    name: "lock".into(),
-                    milliseconds: 3,
-                },
-                Phase {
-                    name: "dump".into(),
-                    milliseconds: 1200,
-                },
+                Phase { name: "lock".into(), milliseconds: 3 },
+                Phase { name: "dump".into(), milliseconds: 1200 },
             ],
         }
     }
@@ -713,13 +621,7 @@ mod tests {
         let said = refused(serde_json::to_vec(&manifest).unwrap());
         // What cannot be read is not written either.
         let dir = tempfile::tempdir().unwrap();
-        assert!(
-            manifest
-                .write(dir.path())
-                .unwrap_err()
-                .to_string()
-                .ends_with(&said)
-        );
+        assert!(manifest.write(dir.path()).unwrap_err().to_string().ends_with(&said));
         assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 0);
         said
     }
@@ -730,10 +632,7 @@ mod tests {
         manifest().write(dir.path()).unwrap();
         let path = dir.path().join(MANIFEST_FILE);
         assert_eq!(fs::read_to_string(&path).unwrap(), JSON);
-        assert_eq!(
-            fs::metadata(&path).unwrap().permissions().mode() & 0o7777,
-            0o600
-        );
+        assert_eq!(fs::metadata(&path).unwrap().permissions().mode() & 0o7777, 0o600);
         assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 1);
         assert_eq!(Manifest::read(dir.path()).unwrap(), Some(manifest()));
     }
@@ -749,14 +648,8 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         assert_eq!(Manifest::read(dir.path()).unwrap(), None);
         let missing = dir.path().join("none");
-        assert!(matches!(
-            Manifest::read(&missing),
-            Err(ManifestError::Directory { .. })
-        ));
-        assert!(matches!(
-            manifest().write(&missing),
-            Err(ManifestError::Directory { .. })
-        ));
+        assert!(matches!(Manifest::read(&missing), Err(ManifestError::Directory { .. })));
+        assert!(matches!(manifest().write(&missing), Err(ManifestError::Directory { .. })));
         Manifest::remove(&missing).unwrap();
     }
 
@@ -788,10 +681,7 @@ mod tests {
     fn a_failed_write_leaves_no_temporary_file() {
         let dir = tempfile::tempdir().unwrap();
         fs::create_dir(dir.path().join(MANIFEST_FILE)).unwrap();
-        assert!(matches!(
-            manifest().write(dir.path()),
-            Err(ManifestError::Write { .. })
-        ));
+        assert!(matches!(manifest().write(dir.path()), Err(ManifestError::Write { .. })));
         assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 1);
     }
 
@@ -804,10 +694,7 @@ mod tests {
             assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 0);
         }
         fs::create_dir(dir.path().join(MANIFEST_FILE)).unwrap();
-        assert!(matches!(
-            Manifest::remove(dir.path()),
-            Err(ManifestError::Remove { .. })
-        ));
+        assert!(matches!(Manifest::remove(dir.path()), Err(ManifestError::Remove { .. })));
     }
 
     #[test]
@@ -840,10 +727,7 @@ mod tests {
     fn the_image_must_be_a_directory() {
         let dir = image(JSON);
         let file = dir.path().join(MANIFEST_FILE);
-        assert!(matches!(
-            Manifest::read(&file),
-            Err(ManifestError::Directory { .. })
-        ));
+        assert!(matches!(Manifest::read(&file), Err(ManifestError::Directory { .. })));
     }
 
     #[test]
@@ -857,11 +741,7 @@ mod tests {
         for deep in [
             "[".repeat(1 << 20),
             format!("{{\"version\":1,\"gpus\":{}", "[".repeat(1 << 19)),
-            format!(
-                "{{\"x\":{0}{1},\"version\":1}}",
-                "[".repeat(1 << 18),
-                "]".repeat(1 << 18)
-            ),
+            format!("{{\"x\":{0}{1},\"version\":1}}", "[".repeat(1 << 18), "]".repeat(1 << 18)),
         ] {
             assert!(refused(deep).starts_with("cannot be parsed: "));
         }
@@ -878,19 +758,11 @@ mod tests {
             "has version 18446744073709551615, this program reads version 1"
         );
         for text in ["{}", "{\"version\": null}", "{\"Version\": 1}"] {
-            assert_eq!(
-                refused(text),
-                "names no version, this program reads version 1"
-            );
+            assert_eq!(refused(text), "names no version, this program reads version 1");
         }
-        for text in [
-            "{\"version\": \"1\"}",
-            "{\"version\": -1}",
-            "{\"version\": 1.0}",
-            "[]",
-            "",
-            "1",
-        ] {
+        for text in
+            ["{\"version\": \"1\"}", "{\"version\": -1}", "{\"version\": 1.0}", "[]", "", "1"]
+        {
             assert!(refused(text).starts_with("cannot be parsed: "), "{text}");
         }
     }
@@ -941,14 +813,7 @@ mod tests {
 
     #[test]
     fn paths_are_absolute_and_stay_below() {
-        for path in [
-            "",
-            "dev/nvidia0",
-            "/dev/../etc/shadow",
-            "/..",
-            "../x",
-            "/a/..",
-        ] {
+        for path in ["", "dev/nvidia0", "/dev/../etc/shadow", "/..", "../x", "/a/.."] {
             assert_eq!(
                 changed(|m| m.gpu_devices[1] = path.into()),
                 format!(
@@ -1001,10 +866,7 @@ mod tests {
         let mut large = manifest();
         large.gpu_mounts = vec!["/x".repeat(20); MAX_ENTRIES];
         let dir = tempfile::tempdir().unwrap();
-        assert!(matches!(
-            large.write(dir.path()),
-            Err(ManifestError::TooLarge { .. })
-        ));
+        assert!(matches!(large.write(dir.path()), Err(ManifestError::TooLarge { .. })));
         assert_eq!(Manifest::read(dir.path()).unwrap(), None);
     }
 
@@ -1015,10 +877,7 @@ mod tests {
             format!("{{\"version\": 1, \"{}\": 1}}", "x".repeat(1 << 19)),
         ] {
             let said = refused(text);
-            assert!(
-                said.len() < 1000 && !said.chars().any(char::is_control),
-                "{said}"
-            );
+            assert!(said.len() < 1000 && !said.chars().any(char::is_control), "{said}");
         }
     }
 

@@ -54,10 +54,7 @@ mod tests {
 
     #[test]
     fn control_characters_and_direction_marks_are_escaped() {
-        assert_eq!(
-            printable("a\n\u{1b}[31mb\u{202e}c\0", 100),
-            "a\\n\\u{1b}[31mb\\u{202e}c\\0"
-        );
+        assert_eq!(printable("a\n\u{1b}[31mb\u{202e}c\0", 100), "a\\n\\u{1b}[31mb\\u{202e}c\\0");
     }
 
     #[test]

@@ -86,6 +86,9 @@ fn attempt(
         if hold {
             parts.hold.settle()?;
         }
+        if entry.locking {
+            give_back::outlast_lost_locks(parts.driver, &cuda, limits.lock);
+        }
         give_back::restore(parts.driver, parts.processes, &cuda, limits.restore)?;
         give_back::unlock(parts.driver, parts.processes, &cuda)?;
     }
@@ -202,18 +205,17 @@ fn processes_of(parts: &mut Parts<'_>, entry: &Entry) -> Result<Vec<CudaProcess>
     let list = parts.processes.list()?;
     let known: Vec<&Process> = list
         .iter()
-        .filter(|process| entry.processes.iter().any(|(id, _)| *id == process.id))
+        .filter(|process| entry.processes.iter().any(|noted| noted.id == process.id))
         .collect();
     if known.is_empty() {
         return Ok(Vec::new());
     }
     let mut cuda = probe(parts, &known)?;
     for process in &mut cuda {
-        process.found = entry
-            .processes
-            .iter()
-            .find(|(id, _)| *id == process.process.id)
-            .map(|(_, state)| *state);
+        if let Some(noted) = entry.processes.iter().find(|noted| noted.id == process.process.id) {
+            process.found = Some(noted.found);
+            process.uses = noted.uses.clone();
+        }
     }
     Ok(cuda)
 }

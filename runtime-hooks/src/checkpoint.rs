@@ -9,7 +9,6 @@
 //!
 //! Whatever fails before the manifest is written ends where the caller began.
 
-use std::collections::BTreeMap;
 use std::time::Duration;
 
 use oci_spec::runtime::Spec;
@@ -18,12 +17,11 @@ use stasis_config::manifest::{self, Manifest};
 
 use crate::bring_back::{Goal, Thaw, bring_back, fail, kill, kill_and_wait, log_of};
 use crate::container::Container;
-use crate::cuda::{Call, DriverError, DriverFacts, GpuUse};
-use crate::discover::gate;
+use crate::cuda::{Call, DriverError, DriverFacts};
+use crate::discover::{find_uses, gate};
 use crate::error::{Cause, Failure, Left, Phase};
 use crate::journal::{Entry, Stage};
-use crate::parts::{CudaProcess, Limits, Parts, Progress, pids};
-use crate::processes::Pid;
+use crate::parts::{CudaProcess, Limits, Parts, Progress};
 use crate::spec;
 use crate::suspend::suspend;
 
@@ -66,8 +64,8 @@ pub fn checkpoint(
     mut cuda: Vec<CudaProcess>,
 ) -> Result<(), Failure> {
     let mut progress = Progress::new(Phase::Preflight);
-    let begun = preflight(parts, request, &cuda);
-    let (host, mut entry) = begun.map_err(|cause| Failure {
+    let begun = preflight(parts, request, &mut cuda);
+    let (facts, mut entry) = begun.map_err(|cause| Failure {
         operation: OPERATION,
         container: request.container.id.clone(),
         phase: Phase::Preflight,
@@ -77,15 +75,9 @@ pub fn checkpoint(
         image: None,
     })?;
 
-    let made = suspend(
-        parts,
-        &mut entry,
-        &mut cuda,
-        request.annotations,
-        &request.limits,
-        &mut progress,
-    )
-    .and_then(|()| dump(parts, request, &cuda, &host, &mut progress));
+    let made =
+        suspend(parts, &mut entry, &mut cuda, request.annotations, &request.limits, &mut progress)
+            .and_then(|()| dump(parts, request, &cuda, &facts, &mut progress));
     if let Err(cause) = made {
         return Err(fail(parts, OPERATION, &entry, progress.phase(), cause, &request.limits));
     }
@@ -99,37 +91,33 @@ pub fn checkpoint(
 
 const OPERATION: &str = "checkpoint";
 
-/// What the driver and NVML said before anything was touched.
-struct Host {
-    facts: DriverFacts,
-    usage: Option<BTreeMap<Pid, GpuUse>>,
-}
-
 /// All that can be refused without touching the container; then the journal, which is on disk
 /// before the first lock.
 fn preflight(
     parts: &mut Parts<'_>,
     request: &Request<'_>,
-    cuda: &[CudaProcess],
-) -> Result<(Host, Entry), Cause> {
+    cuda: &mut [CudaProcess],
+) -> Result<(DriverFacts, Entry), Cause> {
     let facts = parts.driver.facts().map_err(Cause::NoDriver)?;
-    if let Some(call) = ACTIONS.iter().find(|call| facts.missing.iter().any(|m| m == call.function()))
+    if let Some(call) =
+        ACTIONS.iter().find(|call| facts.missing.iter().any(|m| m == call.function()))
     {
-        let driver = facts.driver_version.clone().unwrap_or_else(|| "of unknown version".to_owned());
+        let driver =
+            facts.driver_version.clone().unwrap_or_else(|| "of unknown version".to_owned());
         return Err(Cause::NoDriver(DriverError::Unsupported { call: *call, driver }));
     }
     let unknown = spec::unknown_binds(request.spec, request.mountinfo);
     if !unknown.is_empty() {
         return Err(Cause::UnknownMounts(unknown));
     }
-    let usage = parts.driver.usage(&pids(cuda));
-    gate(cuda, usage.as_ref(), request.annotations)?;
+    find_uses(parts, cuda);
+    gate(cuda, request.annotations)?;
     parts.image.prepare()?;
     let frozen = parts.freezer.frozen()?;
     let Container { id, init, .. } = request.container;
     let entry = Entry::new(id, *init, frozen, parts.image.path());
     parts.journal.save(&entry)?;
-    Ok((Host { facts, usage }, entry))
+    Ok((facts, entry))
 }
 
 const ACTIONS: [Call; 6] =
@@ -140,7 +128,7 @@ fn dump(
     parts: &mut Parts<'_>,
     request: &Request<'_>,
     cuda: &[CudaProcess],
-    host: &Host,
+    facts: &DriverFacts,
     progress: &mut Progress,
 ) -> Result<(), Cause> {
     crate::suspend::interruptible(parts)?;
@@ -154,7 +142,7 @@ fn dump(
     progress.enter(Phase::Sync);
     parts.image.sync()?;
     progress.enter(Phase::Manifest);
-    let manifest = manifest(request, cuda, host, progress);
+    let manifest = manifest(request, cuda, facts, progress);
     parts.image.finish(&manifest)
 }
 
@@ -232,25 +220,25 @@ fn forget(parts: &mut Parts<'_>) {
 fn manifest(
     request: &Request<'_>,
     cuda: &[CudaProcess],
-    host: &Host,
+    facts: &DriverFacts,
     progress: &Progress,
 ) -> Manifest {
     let processes = cuda
         .iter()
         .zip(0..)
         .map(|(process, order)| {
-            let used = host.usage.as_ref().and_then(|usage| usage.get(&process.pid()));
-            let gpus = used.map(|used| used.gpus.as_slice()).unwrap_or_default();
+            let gpus = &process.uses.gpus;
             manifest::Process {
                 pid: process.process.inner_pid,
                 command: process.process.command.clone(),
                 order,
                 gpus: gpus.iter().map(|(uuid, _)| uuid.clone()).collect(),
-                device_bytes: gpus.iter().map(|(_, bytes)| *bytes).sum(),
+                device_bytes: (!gpus.is_empty())
+                    .then(|| gpus.iter().filter_map(|(_, bytes)| *bytes).sum()),
             }
         })
         .collect();
-    let gpus = host.facts.gpus.iter().map(|gpu| manifest::Gpu {
+    let gpus = facts.gpus.iter().map(|gpu| manifest::Gpu {
         uuid: gpu.uuid.clone(),
         name: gpu.name.clone(),
         memory_bytes: gpu.memory_bytes,
@@ -261,12 +249,12 @@ fn manifest(
         created_by: format!("stasis {}", env!("CARGO_PKG_VERSION")),
         container: request.container.id.clone(),
         driver: manifest::Driver {
-            version: host.facts.driver_version.clone().unwrap_or_default(),
-            cuda: host.facts.cuda_version,
+            version: facts.driver_version.clone().unwrap_or_default(),
+            cuda: facts.cuda_version,
         },
         gpus: gpus.collect(),
         processes,
-        dump: request.dump.clone(),
+        dump: request.dump,
         gpu_mounts: spec::gpu_mounts(request.spec),
         gpu_devices: spec::gpu_devices(request.spec),
         phases: progress.phases(),

@@ -140,12 +140,14 @@ impl Helper {
     }
 
     fn wait_readable(&mut self, deadline: Instant) -> Result<bool, Lost> {
-        let Some(output) = self.process.stdout.as_ref() else { return Ok(true) };
+        let Some(output) = self.process.stdout.as_ref() else {
+            return Ok(true);
+        };
         loop {
             let left = deadline.saturating_duration_since(Instant::now());
             // Rounded up, so that the last part of a millisecond is not spent spinning.
-            let left = PollTimeout::try_from(left + Duration::from_millis(1))
-                .unwrap_or(PollTimeout::MAX);
+            let left =
+                PollTimeout::try_from(left + Duration::from_millis(1)).unwrap_or(PollTimeout::MAX);
             let mut descriptors = [PollFd::new(output.as_fd(), PollFlags::POLLIN)];
             match poll(&mut descriptors, left) {
                 Ok(0) if Instant::now() >= deadline => return Ok(false),

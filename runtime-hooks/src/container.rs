@@ -119,17 +119,20 @@ impl Container {
     }
 
     fn runc(directory: &Path) -> Result<Option<(ProcessId, PathBuf)>, ContainerError> {
-        let Some((path, text)) = read(directory.join("state.json"))? else { return Ok(None) };
+        let Some((path, text)) = read(directory.join("state.json"))? else {
+            return Ok(None);
+        };
         let state: RuncState = serde_json::from_slice(&text)
             .map_err(|source| ContainerError::Format { path, source })?;
         let bundle = state.config.labels.iter().find_map(|label| label.strip_prefix("bundle="));
-        let init =
-            ProcessId { pid: state.init_process_pid, start_time: state.init_process_start };
+        let init = ProcessId { pid: state.init_process_pid, start_time: state.init_process_start };
         Ok(Some((init, PathBuf::from(bundle.unwrap_or_default()))))
     }
 
     fn crun(directory: &Path) -> Result<Option<(ProcessId, PathBuf)>, ContainerError> {
-        let Some((path, text)) = read(directory.join("status"))? else { return Ok(None) };
+        let Some((path, text)) = read(directory.join("status"))? else {
+            return Ok(None);
+        };
         let status: CrunStatus = serde_json::from_slice(&text)
             .map_err(|source| ContainerError::Format { path, source })?;
         let start_time = start_time(status.pid).unwrap_or_default();
@@ -210,15 +213,12 @@ pub(crate) fn unescape(field: &str) -> String {
     while let Some(at) = rest.find('\\') {
         out.push_str(&rest[..at]);
         let code = rest.get(at + 1..at + 4).and_then(|code| u8::from_str_radix(code, 8).ok());
-        match code {
-            Some(byte) => {
-                out.push(char::from(byte));
-                rest = &rest[at + 4..];
-            }
-            None => {
-                out.push('\\');
-                rest = &rest[at + 1..];
-            }
+        if let Some(byte) = code {
+            out.push(char::from(byte));
+            rest = &rest[at + 4..];
+        } else {
+            out.push('\\');
+            rest = &rest[at + 1..];
         }
     }
     out + rest
@@ -234,7 +234,8 @@ mod tests {
 32 30 0:28 / /sys/fs/cgroup/freezer rw - cgroup cgroup rw,freezer
 33 30 0:29 / /sys/fs/cgroup/unified rw - cgroup2 cgroup2 rw
 ";
-    const UNIFIED: &str = "33 30 0:29 / /sys/fs/cgroup rw shared:4 - cgroup2 cgroup2 rw,nsdelegate\n";
+    const UNIFIED: &str =
+        "33 30 0:29 / /sys/fs/cgroup rw shared:4 - cgroup2 cgroup2 rw,nsdelegate\n";
 
     fn found(memberships: &str, mounts: &str) -> Option<(CgroupVersion, String)> {
         Cgroup::find(memberships, mounts)

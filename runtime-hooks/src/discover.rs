@@ -1,8 +1,6 @@
 //! Which processes of the container use CUDA, and whether they can be checkpointed at all.
 //! Nothing is touched here, and all of it works on a frozen container.
 
-use std::collections::BTreeMap;
-
 use stasis_config::Annotations;
 
 use crate::cuda::{DriverError, GpuUse};
@@ -53,11 +51,15 @@ pub(crate) fn probe(
     for process in candidates {
         match answers.remove(&process.id.pid) {
             Some(Ok(Some(restore_thread))) => {
-                cuda.push(CudaProcess { process: (*process).clone(), restore_thread, found: None });
+                let process = (*process).clone();
+                let uses = GpuUse::default();
+                cuda.push(CudaProcess { process, restore_thread, found: None, uses });
             }
             // Ended since it was listed.
             _ if !parts.processes.alive(process.id) => {}
-            Some(Err(error)) => return Err(Cause::Driver { who: who(process), error }),
+            Some(Err(error)) => {
+                return Err(Cause::Driver { who: who(process), error });
+            }
             // It has loaded libcuda and not begun to use it.
             Some(Ok(None)) | None if process.devices.is_empty() => {}
             Some(Ok(None)) | None => {
@@ -71,11 +73,7 @@ pub(crate) fn probe(
 
 /// Refuses what was measured to be lost at restore without a word from the driver, unless the
 /// container's annotations allow it: memory shared between processes or between GPUs.
-pub fn gate(
-    cuda: &[CudaProcess],
-    usage: Option<&BTreeMap<Pid, GpuUse>>,
-    allowed: &Annotations,
-) -> Result<(), Cause> {
+pub fn gate(cuda: &[CudaProcess], allowed: &Annotations) -> Result<(), Cause> {
     if cuda.len() > 1 && !allowed.multi_process {
         const SHOWN: usize = 8;
         let mut list: Vec<String> =
@@ -91,15 +89,27 @@ pub fn gate(
     for process in cuda {
         // NVML knows on which GPUs there is a context; without it the open device files tell,
         // which may be more (the driver opens all that it sees).
-        let gpus = match usage.and_then(|usage| usage.get(&process.pid())) {
-            Some(used) if !used.gpus.is_empty() => used.gpus.len(),
-            _ => process.process.gpu_devices().len(),
+        let gpus = match process.uses.gpus.len() {
+            0 => process.process.gpu_devices().len(),
+            used => used,
         };
         if gpus > 1 {
             return Err(Cause::MultiGpu { who: process.who(), gpus });
         }
     }
     Ok(())
+}
+
+/// Notes which GPUs each process uses. Only while it runs: a checkpointed one uses none.
+pub(crate) fn find_uses(parts: &mut Parts<'_>, cuda: &mut [CudaProcess]) {
+    let Some(mut usage) = parts.driver.usage(&pids(cuda)) else { return };
+    for process in cuda {
+        if let Some(uses) = usage.remove(&process.pid())
+            && !uses.gpus.is_empty()
+        {
+            process.uses = uses;
+        }
+    }
 }
 
 /// CUDA processes that are not among `known`.

@@ -214,6 +214,19 @@ pub enum Cause {
         /// Its name.
         command: String,
     },
+    /// There is not enough GPU memory for the process's data.
+    #[error(
+        "GPU {gpu} has {} MiB free and {} MiB are needed: end or move what uses it",
+        free >> 20, needed >> 20
+    )]
+    NoRoom {
+        /// UUID.
+        gpu: String,
+        /// Bytes.
+        needed: u64,
+        /// Bytes.
+        free: u64,
+    },
     /// Nothing is known of the container.
     #[error("{0}")]
     Container(String),

@@ -1,6 +1,7 @@
 //! Giving CUDA back: from CHECKPOINTED by way of LOCKED to the state in which each process was
 //! found. Used after a dump, after a failure and after a restore.
 
+use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
 use crate::cuda::{CudaError, CudaState, Driver, DriverError};
@@ -13,6 +14,51 @@ use crate::suspend::{STATE, check, verify};
 const PAUSE: Duration = Duration::from_millis(200);
 /// Attempts after an error that waiting does not cure.
 const ATTEMPTS: u32 = 3;
+
+/// A lock whose caller was lost is granted when the work in flight ends, after its time and after
+/// the state was read as RUNNING (measured on 580). A second one is granted after the first, so
+/// when it is back none is pending. What it does is undone with the rest.
+pub(crate) fn outlast_lost_locks(driver: &mut dyn Driver, cuda: &[CudaProcess], timeout: Duration) {
+    let running: Vec<CudaProcess> =
+        cuda.iter().filter(|process| process.found == Some(CudaState::Running)).cloned().collect();
+    for (pid, answer) in driver.lock(&pids(&running), timeout) {
+        if let Err(error) = answer
+            && error.code() != Some(CudaError::ILLEGAL_STATE)
+        {
+            tracing::warn!(pid, %error, "a lost lock may still be granted later");
+        }
+    }
+}
+
+/// Waits until the GPUs have room for what `waiting` needs. A restore without enough memory is
+/// final: it returns 2 and from then on 304, also when memory is free again (measured on 580). So
+/// it is not tried before there is room.
+fn wait_for_memory(
+    driver: &mut dyn Driver,
+    waiting: &[CudaProcess],
+    deadline: Instant,
+) -> Result<(), Cause> {
+    loop {
+        let Some(free) = driver.free_memory() else { return Ok(()) };
+        let mut needed: BTreeMap<&str, u64> = BTreeMap::new();
+        for (gpu, bytes) in waiting.iter().flat_map(|process| &process.uses.gpus) {
+            *needed.entry(gpu).or_default() += bytes.unwrap_or(0);
+        }
+        let short = needed.iter().find_map(|(gpu, needed)| {
+            let free = *free.get(*gpu)?;
+            (free < *needed).then(|| Cause::NoRoom {
+                gpu: (*gpu).to_owned(),
+                needed: *needed,
+                free,
+            })
+        });
+        match short {
+            None => return Ok(()),
+            Some(cause) if Instant::now() >= deadline => return Err(cause),
+            Some(_) => std::thread::sleep(PAUSE),
+        }
+    }
+}
 
 /// From CHECKPOINTED to LOCKED, all that were not found CHECKPOINTED. Memory may be short because
 /// another job took it, and be free again in a moment; other errors are tried again a few times.
@@ -31,6 +77,7 @@ pub(crate) fn restore(
         if waiting.is_empty() {
             return Ok(());
         }
+        wait_for_memory(driver, &waiting, deadline)?;
         attempts += 1;
         let left = deadline.saturating_duration_since(Instant::now()).max(STATE);
         let mut answers = driver.restore(&pids(&waiting), left);
@@ -90,17 +137,21 @@ pub(crate) fn unlock(
     processes: &dyn Processes,
     cuda: &[CudaProcess],
 ) -> Result<(), Cause> {
-    let asked: Vec<CudaProcess> = cuda
-        .iter()
-        .filter(|process| process.found == Some(CudaState::Running))
-        .cloned()
-        .collect();
+    let asked: Vec<CudaProcess> =
+        cuda.iter().filter(|process| process.found == Some(CudaState::Running)).cloned().collect();
     let mut attempts = 0;
     loop {
         attempts += 1;
         let answers = driver.unlock(&pids(&asked), STATE);
-        let done = check(processes, answers, &asked)
-            .and_then(|()| verify(driver, processes, cuda, |process| process.found.unwrap_or(CudaState::Running), STATE));
+        let done = check(processes, answers, &asked).and_then(|()| {
+            verify(
+                driver,
+                processes,
+                cuda,
+                |process| process.found.unwrap_or(CudaState::Running),
+                STATE,
+            )
+        });
         match done {
             Ok(()) => return Ok(()),
             Err(cause) if attempts >= ATTEMPTS => {
@@ -113,7 +164,13 @@ pub(crate) fn unlock(
                     }
                 );
                 if lost {
-                    return verify(driver, processes, cuda, |process| process.found.unwrap_or(CudaState::Running), STATE);
+                    return verify(
+                        driver,
+                        processes,
+                        cuda,
+                        |process| process.found.unwrap_or(CudaState::Running),
+                        STATE,
+                    );
                 }
                 return Err(cause);
             }

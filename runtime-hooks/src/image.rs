@@ -102,7 +102,9 @@ pub fn kind(image: &Path) -> Result<Kind, Cause> {
         Ok(Some(manifest)) => return Ok(Kind::Cuda(Box::new(manifest))),
         Ok(None) => {}
         // The runtime says what is wrong with a directory that is not there.
-        Err(ManifestError::Directory { source, .. }) if source.kind() == io::ErrorKind::NotFound => {
+        Err(ManifestError::Directory { source, .. })
+            if source.kind() == io::ErrorKind::NotFound =>
+        {
             return Ok(Kind::Plain);
         }
         Err(error) => return Err(error.into()),

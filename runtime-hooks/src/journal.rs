@@ -13,7 +13,8 @@ use std::time::{Duration, Instant};
 use nix::fcntl::{Flock, FlockArg};
 use serde::{Deserialize, Serialize};
 
-use crate::cuda::CudaState;
+use crate::cuda::{CudaState, GpuUse};
+use crate::parts::CudaProcess;
 use crate::processes::ProcessId;
 
 const VERSION: u32 = 1;
@@ -32,10 +33,34 @@ pub struct Entry {
     pub stage: Stage,
     /// Whether the container was frozen when the operation began.
     pub frozen: bool,
-    /// The CUDA processes, each with the state in which it was found (and goes back to).
-    pub processes: Vec<(ProcessId, CudaState)>,
+    /// The CUDA processes.
+    pub processes: Vec<Noted>,
+    /// A lock may still be pending in a process: one whose caller was lost is granted later.
+    pub locking: bool,
     /// The image of the checkpoint.
     pub image: PathBuf,
+}
+
+/// A CUDA process, as an operation found it.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Noted {
+    /// Which one.
+    pub id: ProcessId,
+    /// The state in which it was found, and to which it goes back.
+    pub found: CudaState,
+    /// The memory that it needs for that.
+    pub uses: GpuUse,
+}
+
+impl From<&CudaProcess> for Noted {
+    fn from(process: &CudaProcess) -> Self {
+        Self {
+            id: process.process.id,
+            found: process.found.unwrap_or(CudaState::Running),
+            uses: process.uses.clone(),
+        }
+    }
 }
 
 /// How far an operation is.
@@ -59,6 +84,7 @@ impl Entry {
             stage: Stage::Suspending,
             frozen,
             processes: Vec::new(),
+            locking: false,
             image: image.to_owned(),
         }
     }
@@ -246,9 +272,13 @@ fn same_file(file: &File, path: &Path) -> bool {
 /// A directory name for a runtime root: FNV-1a of the path, which does not change between
 /// versions as the standard library's hash may.
 fn root_name(root: &Path) -> String {
-    let hash = root.as_os_str().as_encoded_bytes().iter().fold(0xcbf2_9ce4_8422_2325, |hash: u64, byte| {
-        (hash ^ u64::from(*byte)).wrapping_mul(0x0100_0000_01b3)
-    });
+    let hash = root
+        .as_os_str()
+        .as_encoded_bytes()
+        .iter()
+        .fold(0xcbf2_9ce4_8422_2325, |hash: u64, byte| {
+            (hash ^ u64::from(*byte)).wrapping_mul(0x0100_0000_01b3)
+        });
     format!("{hash:016x}")
 }
 
@@ -259,7 +289,8 @@ mod tests {
     fn entry() -> Entry {
         let init = ProcessId { pid: 7, start_time: 8 };
         let mut entry = Entry::new("c1", init, true, Path::new("/image"));
-        entry.processes.push((init, CudaState::Running));
+        let uses = GpuUse { gpus: vec![("GPU-0".into(), Some(1))] };
+        entry.processes.push(Noted { id: init, found: CudaState::Running, uses });
         entry
     }
 

@@ -3,7 +3,7 @@
 
 use std::time::{Duration, Instant};
 
-use crate::cuda::{CudaState, Driver};
+use crate::cuda::{CudaState, Driver, GpuUse};
 use crate::error::{Phase, Who};
 use crate::freezer::Freezer;
 use crate::hold::{Hold, Keep, Target};
@@ -64,6 +64,8 @@ pub struct CudaProcess {
     pub restore_thread: Pid,
     /// The state in which it was found, as soon as that is known.
     pub found: Option<CudaState>,
+    /// The GPUs that it uses, with bytes, as far as NVML told: what it needs to be restored.
+    pub uses: GpuUse,
 }
 
 impl CudaProcess {

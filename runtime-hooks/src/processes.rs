@@ -116,15 +116,23 @@ impl CgroupProcesses {
                 if directory != self.directory
                     && matches!(
                         error.raw_os_error().map(nix::errno::Errno::from_raw),
-                        Some(nix::errno::Errno::ENOENT | nix::errno::Errno::ENODEV | nix::errno::Errno::EOPNOTSUPP)
+                        Some(
+                            nix::errno::Errno::ENOENT
+                                | nix::errno::Errno::ENODEV
+                                | nix::errno::Errno::EOPNOTSUPP
+                        )
                     ) =>
             {
                 String::new()
             }
             Err(source) => return Err(ProcessesError::Cgroup { path, source }),
         };
-        pids.extend(list.lines().filter_map(|line| line.parse::<Pid>().ok().filter(|&pid| pid > 0)));
-        let Ok(entries) = std::fs::read_dir(directory) else { return Ok(()) };
+        pids.extend(
+            list.lines().filter_map(|line| line.parse::<Pid>().ok().filter(|&pid| pid > 0)),
+        );
+        let Ok(entries) = std::fs::read_dir(directory) else {
+            return Ok(());
+        };
         for entry in entries.flatten() {
             if entry.file_type().is_ok_and(|kind| kind.is_dir()) {
                 self.pids(&entry.path(), pids)?;
@@ -139,7 +147,9 @@ impl CgroupProcesses {
         let status = process.status()?;
         let ids = status.nspid.unwrap_or_else(|| vec![pid]);
         // Fewer levels: a process of the host in the container's cgroup (`runc exec` on its way).
-        let Some(&inner_pid) = ids.get(self.level) else { return Ok(None) };
+        let Some(&inner_pid) = ids.get(self.level) else {
+            return Ok(None);
+        };
         if matches!(stat.state, 'Z' | 'X') {
             return Ok(None);
         }

@@ -11,13 +11,13 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use oci_spec::runtime::Spec;
-use stasis_config::Manifest;
+use stasis_config::{Manifest, manifest};
 
 use crate::bring_back::log_of;
-use crate::cuda::{CudaState, Driver, DriverFacts};
+use crate::cuda::{CudaState, Driver, DriverFacts, GpuUse};
 use crate::error::{Cause, Failure, Left, Phase};
 use crate::give_back;
-use crate::journal::{Entry, Journal};
+use crate::journal::{Entry, Journal, Noted};
 use crate::parts::{CudaProcess, Limits, Progress};
 use crate::processes::{Process, ProcessId, Processes};
 use crate::runc::Runtime;
@@ -124,8 +124,9 @@ fn missing_on_host(manifest: &Manifest, facts: &DriverFacts) -> Option<String> {
     let missing: BTreeSet<&String> =
         used.filter(|uuid| !facts.gpus.iter().any(|gpu| gpu.uuid == **uuid)).collect();
     let missing: Vec<&str> = missing.into_iter().map(String::as_str).collect();
-    (!missing.is_empty())
-        .then(|| format!("its memory belongs on GPU {}, which this host has not", missing.join(", ")))
+    (!missing.is_empty()).then(|| {
+        format!("its memory belongs on GPU {}, which this host has not", missing.join(", "))
+    })
 }
 
 fn run(
@@ -142,8 +143,7 @@ fn run(
     let processes = processes.as_ref();
     let cuda = match_processes(parts.driver, processes, request.manifest)?;
     let mut entry = Entry::new(request.container, init, false, request.image);
-    entry.processes =
-        cuda.iter().map(|process| (process.process.id, CudaState::Running)).collect();
+    entry.processes = cuda.iter().map(Noted::from).collect();
     parts.journal.save(&entry)?;
     interruptible(parts)?;
 
@@ -173,32 +173,36 @@ fn match_processes(
     let list = processes.list()?;
     let mut expected: Vec<_> = manifest.processes.iter().collect();
     expected.sort_by_key(|process| process.order);
-    let mut found: Vec<&Process> = Vec::with_capacity(expected.len());
+    let not_restored = |wanted: &manifest::Process| Cause::NotRestored {
+        inner_pid: wanted.pid,
+        command: wanted.command.clone(),
+    };
+    let mut pairs: Vec<(&manifest::Process, &Process)> = Vec::with_capacity(expected.len());
     for wanted in expected {
-        let not_restored = || Cause::NotRestored {
-            inner_pid: wanted.pid,
-            command: wanted.command.clone(),
-        };
         let process = list.iter().find(|process| process.inner_pid == wanted.pid);
-        found.push(process.ok_or_else(not_restored)?);
+        pairs.push((wanted, process.ok_or_else(|| not_restored(wanted))?));
     }
-    let pids: Vec<_> = found.iter().map(|process| process.id.pid).collect();
+    let pids: Vec<_> = pairs.iter().map(|(_, process)| process.id.pid).collect();
     let mut answers = driver.probe(&pids);
-    found
+    pairs
         .into_iter()
-        .map(|process| match answers.remove(&process.id.pid) {
+        .map(|(wanted, process)| match answers.remove(&process.id.pid) {
             Some(Ok(Some(restore_thread))) => Ok(CudaProcess {
                 process: process.clone(),
                 restore_thread,
                 found: Some(CudaState::Running),
+                uses: needs(wanted),
             }),
             Some(Err(error)) => Err(Cause::Driver { who: crate::parts::who(process), error }),
-            _ => Err(Cause::NotRestored {
-                inner_pid: process.inner_pid,
-                command: process.command.clone(),
-            }),
+            _ => Err(not_restored(wanted)),
         })
         .collect()
+}
+
+/// The memory that a process needs. On several GPUs it is not known how much on which.
+fn needs(process: &manifest::Process) -> GpuUse {
+    let bytes = process.device_bytes.filter(|_| process.gpus.len() == 1);
+    GpuUse { gpus: process.gpus.iter().map(|uuid| (uuid.clone(), bytes)).collect() }
 }
 
 /// How long a killed container may take to end.

@@ -99,8 +99,7 @@ pub fn unknown_binds(spec: &Spec, mountinfo: &str) -> Vec<String> {
 /// Whether `point` lies below a bind of config.json: a mount that came along with an `rbind`.
 fn below_bind(spec: &Spec, point: &str) -> bool {
     spec.mounts().iter().flatten().any(|mount| {
-        let recursive =
-            mount.options().iter().flatten().any(|option| option == "rbind");
+        let recursive = mount.options().iter().flatten().any(|option| option == "rbind");
         recursive && Path::new(point).starts_with(mount.destination())
     })
 }
@@ -117,7 +116,12 @@ fn known_destinations(spec: &Spec) -> BTreeSet<&str> {
     let readonly = linux.and_then(|linux| linux.readonly_paths().as_ref()).into_iter().flatten();
     // runc binds these itself: the terminal, and with a user namespace the default devices.
     let own = [
-        "/dev/console", "/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom",
+        "/dev/console",
+        "/dev/null",
+        "/dev/zero",
+        "/dev/full",
+        "/dev/random",
+        "/dev/urandom",
         "/dev/tty",
     ];
     mounts

@@ -14,10 +14,10 @@ use std::time::{Duration, Instant};
 use stasis_config::Annotations;
 
 use crate::cuda::{Answers, CudaError, CudaState, Driver};
-use crate::discover::{gate, newcomers};
+use crate::discover::{find_uses, gate, newcomers};
 use crate::error::{Cause, Phase};
 use crate::hold::Keep;
-use crate::journal::Entry;
+use crate::journal::{Entry, Noted};
 use crate::parts::{CudaProcess, Limits, Parts, Progress, pids, targets};
 use crate::processes::{Pid, Processes};
 
@@ -51,7 +51,7 @@ pub fn suspend(
     find_states(parts, entry, cuda)?;
     let deadline = Instant::now() + limits.lock;
     loop {
-        lock_all(parts, cuda, entry.frozen, deadline, limits)?;
+        lock_all(parts, entry, cuda, deadline, limits)?;
         let new = newcomers(parts, cuda)?;
         if new.is_empty() {
             progress.enter(Phase::Hold);
@@ -130,8 +130,8 @@ fn admit(
     allowed: &Annotations,
 ) -> Result<(), Cause> {
     cuda.extend(new);
-    gate(cuda, None, allowed)?;
-    find_states(parts, entry, cuda)
+    find_states(parts, entry, cuda)?;
+    gate(cuda, allowed)
 }
 
 /// Learns in which state each is, and notes it where a later repair finds it.
@@ -166,10 +166,9 @@ fn find_states(
     if cuda.is_empty() {
         return Err(Cause::Gone);
     }
-    entry.processes = cuda
-        .iter()
-        .map(|process| (process.process.id, process.found.unwrap_or(CudaState::Running)))
-        .collect();
+    find_uses(parts, cuda);
+    entry.processes = cuda.iter().map(Noted::from).collect();
+    entry.locking = true;
     parts.journal.save(entry)?;
     Ok(())
 }
@@ -179,8 +178,8 @@ fn find_states(
 /// get a little time.
 fn lock_all(
     parts: &mut Parts<'_>,
+    entry: &mut Entry,
     cuda: &[CudaProcess],
-    held: bool,
     deadline: Instant,
     limits: &Limits,
 ) -> Result<(), Cause> {
@@ -194,11 +193,14 @@ fn lock_all(
         attempts += 1;
         let left = deadline.saturating_duration_since(Instant::now());
         let answers = parts.driver.lock(&asked, timeout.min(left).max(Duration::from_millis(1)));
+        entry.locking = answers
+            .values()
+            .any(|answer| answer.as_ref().is_err_and(|error| error.code().is_none()));
         // Only now, with all calls back: while a peer is locked, a rank may answer nothing.
         let mut not_ready = Vec::new();
         for process in &running {
             match answers.get(&process.pid()) {
-                Some(Ok(())) => {}
+                Some(Ok(())) | None => {}
                 Some(Err(error)) => match error.code() {
                     Some(CudaError::NOT_READY | CudaError::TIMEOUT) => not_ready.push(*process),
                     // It may be locked already; the state tells.
@@ -208,7 +210,6 @@ fn lock_all(
                         return Err(Cause::Driver { who: process.who(), error: error.clone() });
                     }
                 },
-                None => {}
             }
         }
         let Some(first) = not_ready.first() else {
@@ -217,7 +218,7 @@ fn lock_all(
                 _ => CudaState::Locked,
             };
             verify(parts.driver, parts.processes, cuda, wanted, STATE)?;
-            if held {
+            if entry.frozen {
                 // Those that were let go to finish their work come to a stop again.
                 hold_all(parts, cuda, |process| Keep::Driver(process.restore_thread))?;
                 parts.hold.settle()?;
@@ -234,7 +235,7 @@ fn lock_all(
             .collect();
         let answers = parts.driver.unlock(&locked, STATE);
         check(parts.processes, answers, cuda)?;
-        if held {
+        if entry.frozen {
             // A thread inside a synchronising CUDA call has to come out of it before the driver
             // can lock. Only the processes that were not ready run, and only for that.
             let waits = pids(&not_ready.into_iter().cloned().collect::<Vec<_>>());
@@ -305,7 +306,9 @@ pub(crate) fn verify(
             Some(Ok(found)) => {
                 return Err(Cause::WrongState { who: process.who(), found, wanted });
             }
-            Some(Err(error)) => return Err(Cause::Driver { who: process.who(), error }),
+            Some(Err(error)) => {
+                return Err(Cause::Driver { who: process.who(), error });
+            }
             None => return Err(Cause::Gone),
         }
     }

@@ -19,17 +19,17 @@ fn spec() -> oci_spec::runtime::Spec {
 }
 
 fn take(world: &World, after: After) -> Result<(), Failure> {
-    take_with(world, after, Annotations { multi_process: true, ..Annotations::default() })
+    take_with(world, after, &Annotations { multi_process: true, ..Annotations::default() })
 }
 
-fn take_with(world: &World, after: After, annotations: Annotations) -> Result<(), Failure> {
+fn take_with(world: &World, after: After, annotations: &Annotations) -> Result<(), Failure> {
     world.run(|parts| {
         let cuda = discover(parts).unwrap();
         assert!(!cuda.is_empty());
         let request = Request {
             container: &World::container(),
             spec: &spec(),
-            annotations: &annotations,
+            annotations,
             mountinfo: "",
             dump: manifest::Dump::default(),
             after,
@@ -113,7 +113,7 @@ fn all_are_locked_before_any_is_checkpointed() {
 #[test]
 fn a_second_cuda_process_needs_leave_also_when_it_comes_late() {
     let world = World::new(2, false);
-    let failure = take_with(&world, EXIT, Annotations::default()).unwrap_err();
+    let failure = take_with(&world, EXIT, &Annotations::default()).unwrap_err();
     assert_eq!(failure.phase, Phase::Preflight);
     assert!(matches!(failure.left, Left::Untouched));
     assert!(failure.to_string().contains("dev.stasis.multi-process"), "{failure}");
@@ -121,7 +121,7 @@ fn a_second_cuda_process_needs_leave_also_when_it_comes_late() {
 
     let world = World::new(1, false);
     world.with(|state| state.births.push(("lock", process(150, true))));
-    let failure = take_with(&world, EXIT, Annotations::default()).unwrap_err();
+    let failure = take_with(&world, EXIT, &Annotations::default()).unwrap_err();
     assert!(matches!(failure.left, Left::Running), "{failure}");
     assert_eq!(world.states(), [CudaState::Running; 2]);
 }
@@ -222,7 +222,9 @@ fn every_failure_ends_where_the_caller_began() {
                 for after in [EXIT, After::LeaveRunning] {
                     let world = World::new(2, frozen).fault(call, fault, 1);
                     let what = format!("{call} {fault:?} frozen={frozen} {after:?}");
-                    let Err(failure) = take(&world, after) else { continue };
+                    let Err(failure) = take(&world, after) else {
+                        continue;
+                    };
                     failures += 1;
                     assert_eq!(world.states(), [CudaState::Running; 2], "{what}: {failure}");
                     world.with(|state| {
@@ -249,8 +251,11 @@ fn every_failure_ends_where_the_caller_began() {
 #[test]
 fn cuda_that_does_not_come_back_after_a_failure_ends_the_container_and_says_so() {
     for frozen in [false, true] {
-        let world =
-            World::new(1, frozen).fault("dump", Fault::Error(1), 1).fault("restore", Fault::Error(1), 99);
+        let world = World::new(1, frozen).fault("dump", Fault::Error(1), 1).fault(
+            "restore",
+            Fault::Error(1),
+            99,
+        );
         let failure = take(&world, EXIT).unwrap_err();
         assert!(matches!(failure.left, Left::Killed { .. }), "{failure}");
         assert!(failure.to_string().contains("was killed"), "{failure}");
@@ -292,6 +297,39 @@ fn a_resume_that_cannot_is_tried_and_then_the_container_is_killed() {
 }
 
 #[test]
+fn room_on_the_gpu_is_waited_for_before_the_driver_is_asked() {
+    let resumed = |times| {
+        let world = World::new(1, true);
+        take(&world, After::LeaveRunning).unwrap();
+        let entry = world.with(|state| {
+            state.log.clear();
+            state.faults.push(("free", Fault::Error(0), times));
+            state.entry.clone().unwrap()
+        });
+        (world.run(|parts| resume(parts, &entry, &World::limits())), world)
+    };
+    let (result, world) = resumed(2);
+    result.unwrap();
+    assert_eq!(world.log().iter().filter(|call| *call == "restore").count(), 1);
+    let (result, world) = resumed(10_000);
+    let text = result.unwrap_err().to_string();
+    assert!(text.contains("GPU GPU-0 has 0 MiB free"), "{text}");
+    assert!(!world.log().contains(&"restore".to_owned()), "asked without room: final on 580");
+}
+
+#[test]
+fn a_lost_lock_that_is_granted_late_is_undone() {
+    for frozen in [false, true] {
+        let world = World::new(1, frozen).fault("lock", Fault::Crash, 1);
+        world.with(|state| state.granted_late = true);
+        let failure = take(&world, EXIT).unwrap_err();
+        assert!(failure.to_string().contains("helper ended"), "{failure}");
+        world.with(|state| assert!(state.late.is_empty(), "a lock is still pending"));
+        assert_eq!(world.states(), [CudaState::Running]);
+    }
+}
+
+#[test]
 fn an_interrupted_checkpoint_is_rolled_back() {
     for frozen in [false, true] {
         let world = World::new(1, frozen);
@@ -322,7 +360,9 @@ fn what_a_killed_operation_left_behind_is_put_right_from_every_stage() {
         for stop in 0..40 {
             let world = World::new(2, frozen);
             let stopped = world.cut_off_after(stop, || take(&world, After::LeaveRunning).is_ok());
-            let Some(entry) = world.with(|state| state.entry.clone()) else { continue };
+            let Some(entry) = world.with(|state| state.entry.clone()) else {
+                continue;
+            };
             if stopped == Some(true) {
                 break;
             }

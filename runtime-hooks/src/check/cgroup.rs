@@ -5,10 +5,7 @@ use std::path::Path;
 use super::version::Version;
 use super::{Check, Finding, Host};
 
-const CGROUPS: Check = Check {
-    id: "cgroups",
-    title: "cgroups",
-};
+const CGROUPS: Check = Check { id: "cgroups", title: "cgroups" };
 
 const ROOT: &str = "/sys/fs/cgroup";
 const REMEDY: &str = "mount cgroup2, or the freezer controller of cgroup v1, as systemd does";
@@ -42,15 +39,11 @@ pub(super) fn cgroups(host: &dyn Host) -> Finding {
         Some(second) => format!("hybrid (version 1, and version 2 at {})", second.at),
         None => "version 1".to_owned(),
     };
-    let freezer = mounts
-        .iter()
-        .find(|m| m.kind == "cgroup" && m.options.contains(&"freezer"));
+    let freezer = mounts.iter().find(|m| m.kind == "cgroup" && m.options.contains(&"freezer"));
     match freezer {
         Some(freezer) => CGROUPS.ok(format!("{version}, freezer at {}", freezer.at)),
         None if mounts.is_empty() => CGROUPS.error("none are mounted").remedy(REMEDY),
-        None => CGROUPS
-            .error(format!("{version}, without a freezer"))
-            .remedy(REMEDY),
+        None => CGROUPS.error(format!("{version}, without a freezer")).remedy(REMEDY),
     }
 }
 
@@ -58,18 +51,12 @@ pub(super) fn cgroups(host: &dyn Host) -> Finding {
 /// below it.
 fn freezes(host: &dyn Host) -> bool {
     let root = Path::new(ROOT);
-    let mut below = host
-        .list(root)
-        .unwrap_or_default()
-        .into_iter()
-        .filter_map(|name| {
-            let files = host.list(&root.join(name)).ok()?;
-            Some(files.iter().any(|file| file == "cgroup.freeze"))
-        });
+    let mut below = host.list(root).unwrap_or_default().into_iter().filter_map(|name| {
+        let files = host.list(&root.join(name)).ok()?;
+        Some(files.iter().any(|file| file == "cgroup.freeze"))
+    });
     // There may be none at all yet.
-    below
-        .next()
-        .unwrap_or_else(|| Version::parse(&host.kernel()).is_some_and(|v| v >= FREEZE))
+    below.next().unwrap_or_else(|| Version::parse(&host.kernel()).is_some_and(|v| v >= FREEZE))
 }
 
 struct Mount<'a> {
@@ -88,11 +75,7 @@ fn mounts(mountinfo: &str) -> Vec<Mount<'_>> {
             let at = place.split(' ').nth(4)?;
             let mut what = what.split(' ');
             let (kind, _, options) = (what.next()?, what.next()?, what.next()?);
-            Some(Mount {
-                at,
-                kind,
-                options: options.split(',').collect(),
-            })
+            Some(Mount { at, kind, options: options.split(',').collect() })
         })
         .filter(|mount| mount.kind == "cgroup" || mount.kind == "cgroup2")
         .collect()
@@ -144,15 +127,9 @@ mod tests {
 
     #[test]
     fn version_2_freezes_if_a_cgroup_says_so_or_the_kernel_is_new() {
-        let fake = Fake {
-            kernel: "5.1.0".into(),
-            ..Fake::good()
-        };
+        let fake = Fake { kernel: "5.1.0".into(), ..Fake::good() };
         fake.file("/proc/self/mountinfo", UNIFIED);
-        assert_eq!(
-            said(&cgroups(&fake)),
-            "error version 2, without cgroup.freeze"
-        );
+        assert_eq!(said(&cgroups(&fake)), "error version 2, without cgroup.freeze");
         fake.file("/sys/fs/cgroup/cgroup.procs", "");
         fake.file("/sys/fs/cgroup/system.slice/cgroup.freeze", "0\n");
         assert_eq!(said(&cgroups(&fake)), "ok version 2, can freeze");

@@ -7,18 +7,9 @@ use stasis_config::manifest::Gpu;
 use super::version::Version;
 use super::{Check, Finding, Host};
 
-const DRIVER: Check = Check {
-    id: "driver",
-    title: "driver",
-};
-const LIBCUDA: Check = Check {
-    id: "libcuda",
-    title: "libcuda",
-};
-const GPUS: Check = Check {
-    id: "gpus",
-    title: "GPUs",
-};
+const DRIVER: Check = Check { id: "driver", title: "driver" };
+const LIBCUDA: Check = Check { id: "libcuda", title: "libcuda" };
+const GPUS: Check = Check { id: "gpus", title: "GPUs" };
 
 /// Asks the driver. Behind it is the helper process, with its deadline.
 pub trait DriverInfo {
@@ -67,11 +58,7 @@ pub(super) fn driver(host: &dyn Host, driver: &dyn DriverInfo) -> Vec<Finding> {
 }
 
 fn version(host: &dyn Host, facts: &DriverFacts) -> Finding {
-    let cuda = format!(
-        "CUDA {}.{}",
-        facts.cuda_version / 1000,
-        facts.cuda_version % 1000 / 10
-    );
+    let cuda = format!("CUDA {}.{}", facts.cuda_version / 1000, facts.cuda_version % 1000 / 10);
     let known = facts.driver_version.as_deref().and_then(Version::parse);
     let name = match &facts.driver_version {
         Some(version) => format!("{version} ({cuda})"),
@@ -81,9 +68,7 @@ fn version(host: &dyn Host, facts: &DriverFacts) -> Finding {
 
     if let Some(version) = known {
         if version.major() < COMMAND {
-            return DRIVER
-                .error(format!("{name} cannot checkpoint"))
-                .remedy(update);
+            return DRIVER.error(format!("{name} cannot checkpoint")).remedy(update);
         }
         if version.major() < API {
             let message = format!("{name} cannot be checkpointed through libcuda, needs {API}");
@@ -106,32 +91,20 @@ fn version(host: &dyn Host, facts: &DriverFacts) -> Finding {
     }
     let Some(version) = known else {
         return DRIVER
-            .warning(format!(
-                "{name}: has the checkpoint API; NVML does not tell the version"
-            ))
+            .warning(format!("{name}: has the checkpoint API; NVML does not tell the version"))
             .remedy("install libnvidia-ml.so.1 of the driver, or set cuda.libnvml");
     };
     if version < SUBSET && facts.gpus.len() > 1 {
         return DRIVER
-            .warning(format!(
-                "{name}: only containers that see all GPUs can be checkpointed"
-            ))
+            .warning(format!("{name}: only containers that see all GPUs can be checkpointed"))
             .remedy(format!("update NVIDIA's driver to {SUBSET} or later"));
     }
     let can = |since, what: &str, not: &str| {
-        if version.major() >= since {
-            what.to_owned()
-        } else {
-            format!("{not} (needs {since})")
-        }
+        if version.major() >= since { what.to_owned() } else { format!("{not} (needs {since})") }
     };
     DRIVER.ok(format!(
         "{name}: checkpoints, {}, {}",
-        can(
-            REMAP,
-            "restores onto other GPUs",
-            "does not restore onto other GPUs"
-        ),
+        can(REMAP, "restores onto other GPUs", "does not restore onto other GPUs"),
         can(IPC, "keeps IPC memory in a job", "does not keep IPC memory"),
     ))
 }
@@ -196,10 +169,7 @@ pub(super) mod tests {
     #[test]
     fn each_branch_says_what_it_can() {
         for (version, want) in [
-            (
-                "470.256.02",
-                "error 470.256.02 (CUDA 13.0) cannot checkpoint",
-            ),
+            ("470.256.02", "error 470.256.02 (CUDA 13.0) cannot checkpoint"),
             ("545.29.06", "error 545.29.06 (CUDA 13.0) cannot checkpoint"),
             (
                 "550.163.01",
@@ -262,18 +232,12 @@ pub(super) mod tests {
 
     #[test]
     fn arm_needs_595() {
-        let arm = Fake {
-            arch: "aarch64",
-            ..Fake::good()
-        };
+        let arm = Fake { arch: "aarch64", ..Fake::good() };
         assert_eq!(
             said(&version(&arm, &h200())),
             "error 580.159.04 (CUDA 13.0) cannot checkpoint on arm64"
         );
-        let facts = DriverFacts {
-            driver_version: Some("595.45".into()),
-            ..h200()
-        };
+        let facts = DriverFacts { driver_version: Some("595.45".into()), ..h200() };
         assert!(said(&version(&arm, &facts)).starts_with("ok "));
     }
 

@@ -41,12 +41,7 @@ impl Fake {
             .command("criu --version", 0, "Version: 4.1.1\n", "")
             .command("criu check", 0, "Looks good.\n", "")
             .command("runc --version", 0, super::tools::tests::RUNC, "")
-            .command(
-                "tar --version",
-                0,
-                "tar (GNU tar) 1.35\nCopyright (C) 2023\n",
-                "",
-            )
+            .command("tar --version", 0, "tar (GNU tar) 1.35\nCopyright (C) 2023\n", "")
             .program("iptables-restore");
         for name in ["cgroup", "ipc", "mnt", "net", "pid", "time", "user", "uts"] {
             fake.file(&format!("/proc/self/ns/{name}"), "");
@@ -56,10 +51,7 @@ impl Fake {
             "/proc/self/mountinfo",
             "35 24 0:30 / /sys/fs/cgroup rw shared:9 - cgroup2 cgroup2 rw\n",
         );
-        fake.file(
-            "/sys/kernel/mm/transparent_hugepage/enabled",
-            "[always] madvise never\n",
-        );
+        fake.file("/sys/kernel/mm/transparent_hugepage/enabled", "[always] madvise never\n");
         fake.file("/etc/cdi/nvidia.yaml", "");
         fake
     }
@@ -88,11 +80,7 @@ impl Fake {
 
     /// A program in `/usr/bin` that prints this when it is called like that.
     pub(super) fn command(self, line: &str, status: i32, stdout: &str, stderr: &str) -> Self {
-        let output = Output {
-            status: Some(status),
-            stdout: stdout.into(),
-            stderr: stderr.into(),
-        };
+        let output = Output { status: Some(status), stdout: stdout.into(), stderr: stderr.into() };
         self.answer(line, Ok(output))
     }
 

@@ -4,18 +4,9 @@ use std::path::Path;
 
 use super::{Check, Finding, Host};
 
-const STATE: Check = Check {
-    id: "state-directory",
-    title: "state",
-};
-const LOG: Check = Check {
-    id: "log-directory",
-    title: "logs",
-};
-const CDI: Check = Check {
-    id: "cdi",
-    title: "CDI",
-};
+const STATE: Check = Check { id: "state-directory", title: "state" };
+const LOG: Check = Check { id: "log-directory", title: "logs" };
+const CDI: Check = Check { id: "cdi", title: "CDI" };
 
 /// Without it nothing is checkpointed: an interrupted operation could not be put right.
 pub(super) fn state_directory(host: &dyn Host, directory: &Path) -> Finding {
@@ -45,11 +36,7 @@ pub(super) fn cdi(host: &dyn Host) -> Finding {
         let message = format!(
             "NVIDIA's legacy hook is installed ({hook}); containers that get their GPUs from it \
              cannot be checkpointed. CDI specifications: {}",
-            if specs.is_empty() {
-                "none".to_owned()
-            } else {
-                specs.join(", ")
-            }
+            if specs.is_empty() { "none".to_owned() } else { specs.join(", ") }
         );
         return CDI.warning(message).remedy(
             "use CDI: nvidia-ctk cdi generate --output=/etc/cdi/nvidia.yaml, then \
@@ -66,14 +53,8 @@ pub(super) fn cdi(host: &dyn Host) -> Finding {
 /// Where the legacy hook is, if it is installed.
 fn hook(host: &dyn Host) -> Option<String> {
     const NAME: &str = "oci-nvidia-hook.json";
-    for directory in [
-        "/usr/share/containers/oci/hooks.d",
-        "/etc/containers/oci/hooks.d",
-    ] {
-        if host
-            .list(Path::new(directory))
-            .is_ok_and(|names| names.iter().any(|n| n == NAME))
-        {
+    for directory in ["/usr/share/containers/oci/hooks.d", "/etc/containers/oci/hooks.d"] {
+        if host.list(Path::new(directory)).is_ok_and(|names| names.iter().any(|n| n == NAME)) {
             return Some(format!("{directory}/{NAME}"));
         }
     }
@@ -112,14 +93,8 @@ mod tests {
             said(&state_directory(&fake, Path::new("/run/stasis"))),
             "error /run/stasis cannot be written: /run/stasis is not a directory"
         );
-        assert_eq!(
-            log_directory(&fake, Path::new("/var/log/stasis")).level,
-            Level::Ok
-        );
-        assert_eq!(
-            log_directory(&fake, Path::new("/run/stasis")).level,
-            Level::Warning
-        );
+        assert_eq!(log_directory(&fake, Path::new("/var/log/stasis")).level, Level::Ok);
+        assert_eq!(log_directory(&fake, Path::new("/run/stasis")).level, Level::Warning);
     }
 
     #[test]
@@ -133,23 +108,13 @@ mod tests {
         fake.file("/etc/cdi/nvidia.yaml", "");
         fake.file("/var/run/cdi/other.json", "");
         fake.file("/var/run/cdi/README", "");
-        assert_eq!(
-            said(&cdi(&fake)),
-            "ok /etc/cdi/nvidia.yaml, /var/run/cdi/other.json"
-        );
+        assert_eq!(said(&cdi(&fake)), "ok /etc/cdi/nvidia.yaml, /var/run/cdi/other.json");
 
         let fake = fake.program("nvidia-container-runtime-hook");
         let finding = cdi(&fake);
         assert_eq!(finding.level, Level::Warning);
-        assert!(
-            finding
-                .message
-                .contains("(/usr/bin/nvidia-container-runtime-hook)")
-        );
-        fake.file(
-            "/usr/share/containers/oci/hooks.d/oci-nvidia-hook.json",
-            "{}",
-        );
+        assert!(finding.message.contains("(/usr/bin/nvidia-container-runtime-hook)"));
+        fake.file("/usr/share/containers/oci/hooks.d/oci-nvidia-hook.json", "{}");
         assert!(cdi(&fake).message.contains("hooks.d/oci-nvidia-hook.json"));
         assert!(cdi(&fake).remedy.unwrap().starts_with("use CDI"));
     }

@@ -81,22 +81,14 @@ impl System {
     #[must_use]
     pub fn new() -> Self {
         let path = std::env::var_os("PATH").unwrap_or_default();
-        let search = std::env::split_paths(&path)
-            .filter(|dir| dir.is_absolute())
-            .collect();
-        Self {
-            root: "/".into(),
-            search,
-        }
+        let search = std::env::split_paths(&path).filter(|dir| dir.is_absolute()).collect();
+        Self { root: "/".into(), search }
     }
 
     /// The files below `root`, with programs in the directories `search` below it.
     #[cfg(test)]
     pub(super) fn at(root: &Path, search: &[&str]) -> Self {
-        Self {
-            root: root.into(),
-            search: search.iter().map(PathBuf::from).collect(),
-        }
+        Self { root: root.into(), search: search.iter().map(PathBuf::from).collect() }
     }
 
     fn below(&self, path: &Path) -> PathBuf {
@@ -151,11 +143,7 @@ impl Host for System {
         let status = wait(&mut child, limit)?;
         stdout.rewind()?;
         stderr.rewind()?;
-        Ok(Output {
-            status,
-            stdout: beginning(stdout)?,
-            stderr: beginning(stderr)?,
-        })
+        Ok(Output { status, stdout: beginning(stdout)?, stderr: beginning(stderr)? })
     }
 
     fn writable(&self, directory: &Path) -> Result<(), String> {
@@ -206,11 +194,7 @@ fn wait(child: &mut Child, limit: Duration) -> io::Result<Option<i32>> {
     let mut killed = false;
     loop {
         if let Some(status) = child.try_wait()? {
-            return if killed {
-                Err(io::ErrorKind::TimedOut.into())
-            } else {
-                Ok(status.code())
-            };
+            return if killed { Err(io::ErrorKind::TimedOut.into()) } else { Ok(status.code()) };
         }
         let now = Instant::now();
         if now >= deadline + GRACE {
@@ -238,11 +222,7 @@ mod tests {
     #[test]
     fn a_command_gives_both_outputs_and_its_status() {
         let output = shell("echo out; echo err >&2; exit 3", Duration::from_secs(30)).unwrap();
-        let want = Output {
-            status: Some(3),
-            stdout: "out\n".into(),
-            stderr: "err\n".into(),
-        };
+        let want = Output { status: Some(3), stdout: "out\n".into(), stderr: "err\n".into() };
         assert_eq!(output, want);
         assert_eq!(output.lines().collect::<Vec<_>>(), ["out", "err"]);
         let output = shell("kill -9 $$", Duration::from_secs(30)).unwrap();
@@ -290,10 +270,7 @@ mod tests {
         let system = System::at(dir.path(), &[]);
         assert_eq!(system.writable(Path::new("/")), Ok(()));
         assert_eq!(system.writable(Path::new("/a/b/c")), Ok(()));
-        assert_eq!(
-            system.writable(Path::new("/file")),
-            Err("/file is not a directory".to_owned())
-        );
+        assert_eq!(system.writable(Path::new("/file")), Err("/file is not a directory".to_owned()));
         assert!(system.writable(Path::new("/file/below")).is_err());
     }
 }

@@ -66,20 +66,11 @@ const LONGEST: usize = 2000;
 
 impl Finding {
     fn new(id: &'static str, title: &'static str, level: Level, message: &str) -> Self {
-        Self {
-            id,
-            title,
-            level,
-            message: printable(message, LONGEST),
-            remedy: None,
-        }
+        Self { id, title, level, message: printable(message, LONGEST), remedy: None }
     }
 
     fn remedy(self, remedy: impl Into<String>) -> Self {
-        Self {
-            remedy: Some(remedy.into()),
-            ..self
-        }
+        Self { remedy: Some(remedy.into()), ..self }
     }
 }
 
@@ -191,18 +182,11 @@ mod tests {
 
     #[test]
     fn ids_are_unique_and_kebab_case() {
-        let all = run(
-            &Fake::empty(),
-            &FakeDriver(Err("no".into())),
-            &Config::default(),
-        );
+        let all = run(&Fake::empty(), &FakeDriver(Err("no".into())), &Config::default());
         let good = run(&Fake::good(), &FakeDriver(Ok(h200())), &Config::default());
         for all in [all, good] {
             let mut ids: Vec<_> = all.iter().map(|f| f.id).collect();
-            assert!(
-                ids.iter()
-                    .all(|id| id.chars().all(|c| c.is_ascii_lowercase() || c == '-'))
-            );
+            assert!(ids.iter().all(|id| id.chars().all(|c| c.is_ascii_lowercase() || c == '-')));
             ids.sort_unstable();
             let count = ids.len();
             ids.dedup();
@@ -212,11 +196,7 @@ mod tests {
 
     #[test]
     fn an_empty_host_says_what_to_do_about_each_error() {
-        let all = run(
-            &Fake::empty(),
-            &FakeDriver(Err("no".into())),
-            &Config::default(),
-        );
+        let all = run(&Fake::empty(), &FakeDriver(Err("no".into())), &Config::default());
         assert_eq!(exit_code(&all), 1);
         for finding in all {
             if finding.level != Level::Ok {
@@ -229,9 +209,7 @@ mod tests {
         let check = |id, title| Check { id, title };
         vec![
             check("kernel", "kernel").ok("6.18.44").remedy("not shown"),
-            check("huge-pages", "huge pages")
-                .warning("never")
-                .remedy("echo always"),
+            check("huge-pages", "huge pages").warning("never").remedy("echo always"),
             check("criu", "CRIU").error("a\nb"),
         ]
     }

@@ -7,34 +7,13 @@ use std::time::Duration;
 use super::version::Version;
 use super::{Check, Finding, Host, Level, Output};
 
-const RUNTIME: Check = Check {
-    id: "runtime",
-    title: "runtime",
-};
-const CRIU: Check = Check {
-    id: "criu",
-    title: "CRIU",
-};
-const CRIU_CHECK: Check = Check {
-    id: "criu-check",
-    title: "criu check",
-};
-const CRIU_CONF: Check = Check {
-    id: "criu-conf",
-    title: "criu options",
-};
-const CUDA_PLUGIN: Check = Check {
-    id: "criu-cuda-plugin",
-    title: "cuda_plugin",
-};
-const IPTABLES: Check = Check {
-    id: "iptables-restore",
-    title: "iptables",
-};
-const TAR: Check = Check {
-    id: "tar",
-    title: "tar",
-};
+const RUNTIME: Check = Check { id: "runtime", title: "runtime" };
+const CRIU: Check = Check { id: "criu", title: "CRIU" };
+const CRIU_CHECK: Check = Check { id: "criu-check", title: "criu check" };
+const CRIU_CONF: Check = Check { id: "criu-conf", title: "criu options" };
+const CUDA_PLUGIN: Check = Check { id: "criu-cuda-plugin", title: "cuda_plugin" };
+const IPTABLES: Check = Check { id: "iptables-restore", title: "iptables" };
+const TAR: Check = Check { id: "tar", title: "tar" };
 
 /// How long a program may take to say its version.
 const VERSION_LIMIT: Duration = Duration::from_secs(10);
@@ -58,11 +37,9 @@ fn ask(
     let line = || format!("{} {}", program.display(), arguments.join(" "));
     match host.run(program, arguments, limit) {
         Ok(output) => Ok(output),
-        Err(error) if error.kind() == io::ErrorKind::TimedOut => Err(format!(
-            "{} did not end within {} s",
-            line(),
-            limit.as_secs()
-        )),
+        Err(error) if error.kind() == io::ErrorKind::TimedOut => {
+            Err(format!("{} did not end within {} s", line(), limit.as_secs()))
+        }
         Err(error) => Err(format!("{} cannot be run: {error}", line())),
     }
 }
@@ -70,13 +47,8 @@ fn ask(
 /// The runtime below us.
 pub(super) fn runtime(host: &dyn Host, configured: &Path) -> Finding {
     const SET: &str = "set runtime.path in the configuration to runc 1.1 or later";
-    if configured
-        .file_name()
-        .is_some_and(|name| name == "stasis-runc")
-    {
-        return RUNTIME
-            .error("runtime.path is stasis-runc, which would call itself")
-            .remedy(SET);
+    if configured.file_name().is_some_and(|name| name == "stasis-runc") {
+        return RUNTIME.error("runtime.path is stasis-runc, which would call itself").remedy(SET);
     }
     let Some(path) = host.find(configured) else {
         return RUNTIME
@@ -89,33 +61,23 @@ pub(super) fn runtime(host: &dyn Host, configured: &Path) -> Finding {
     };
     let path = path.display();
     match runtime_version(&output) {
-        Some(Runtime::Runc { version, .. }) if version < OLDEST_RUNC => RUNTIME
-            .error(format!(
-                "runc {version} at {path}: older than {OLDEST_RUNC}"
-            ))
-            .remedy(SET),
+        Some(Runtime::Runc { version, .. }) if version < OLDEST_RUNC => {
+            RUNTIME.error(format!("runc {version} at {path}: older than {OLDEST_RUNC}")).remedy(SET)
+        }
         // It edits config.json for create and not for restore.
-        Some(Runtime::Runc {
-            version,
-            wrapped: true,
-        }) => RUNTIME
+        Some(Runtime::Runc { version, wrapped: true }) => RUNTIME
             .warning(format!(
                 "NVIDIA's wrapper of runc {version} at {path}: what it adds to a container is \
                  missing at restore"
             ))
             .remedy("set runtime.path in the configuration to runc itself, and use CDI"),
-        Some(Runtime::Runc {
-            version,
-            wrapped: false,
-        }) => RUNTIME.ok(format!("runc {version} at {path}")),
-        Some(Runtime::Crun {
-            version,
-            criu: true,
-        }) => RUNTIME.ok(format!("crun {version} at {path}")),
-        Some(Runtime::Crun {
-            version,
-            criu: false,
-        }) => RUNTIME
+        Some(Runtime::Runc { version, wrapped: false }) => {
+            RUNTIME.ok(format!("runc {version} at {path}"))
+        }
+        Some(Runtime::Crun { version, criu: true }) => {
+            RUNTIME.ok(format!("crun {version} at {path}"))
+        }
+        Some(Runtime::Crun { version, criu: false }) => RUNTIME
             .error(format!("crun {version} at {path}: built without CRIU"))
             .remedy("install a crun whose --version shows +CRIU, or use runc"),
         None => RUNTIME
@@ -137,10 +99,7 @@ enum Runtime {
 
 fn runtime_version(output: &Output) -> Option<Runtime> {
     let version = |prefix: &str| {
-        let line = output
-            .stdout
-            .lines()
-            .find_map(|line| line.strip_prefix(prefix))?;
+        let line = output.stdout.lines().find_map(|line| line.strip_prefix(prefix))?;
         Version::parse(line)
     };
     if !output.success() {
@@ -151,10 +110,7 @@ fn runtime_version(output: &Output) -> Option<Runtime> {
         return Some(Runtime::Runc { version, wrapped });
     }
     let version = version("crun version ")?;
-    let criu = output
-        .stdout
-        .split_whitespace()
-        .any(|feature| feature == "+CRIU");
+    let criu = output.stdout.split_whitespace().any(|feature| feature == "+CRIU");
     Some(Runtime::Crun { version, criu })
 }
 
@@ -169,9 +125,9 @@ pub(super) fn criu(host: &dyn Host) -> Finding {
     };
     let path = path.display();
     match criu_version(&output) {
-        Some(version) if version < OLDEST_CRIU => CRIU
-            .error(format!("{version} at {path}: older than {OLDEST_CRIU}"))
-            .remedy(UPDATE_CRIU),
+        Some(version) if version < OLDEST_CRIU => {
+            CRIU.error(format!("{version} at {path}: older than {OLDEST_CRIU}")).remedy(UPDATE_CRIU)
+        }
         Some(version) if version < GOOD_CRIU => CRIU
             .warning(format!(
                 "{version} at {path}: older than {GOOD_CRIU}, fails on newer kernels (3.17.1 on \
@@ -196,27 +152,21 @@ fn criu_version(output: &Output) -> Option<Version> {
 /// What CRIU says about this kernel. `criu`: what was found out about CRIU itself.
 pub(super) fn criu_check(host: &dyn Host, criu: &Finding) -> Finding {
     let Some(path) = host.find(Path::new("criu")) else {
-        return CRIU_CHECK
-            .error("criu was not found in PATH")
-            .remedy(UPDATE_CRIU);
+        return CRIU_CHECK.error("criu was not found in PATH").remedy(UPDATE_CRIU);
     };
     if host.uid() != 0 {
-        return CRIU_CHECK
-            .warning("not run, because it needs root")
-            .remedy("run stasis as root");
+        return CRIU_CHECK.warning("not run, because it needs root").remedy("run stasis as root");
     }
     let output = match ask(host, &path, &["check"], CHECK_LIMIT) {
         Ok(output) => output,
         Err(why) => return CRIU_CHECK.error(why).remedy(UPDATE_CRIU),
     };
     if output.success() {
-        return CRIU_CHECK.ok(
-            match output.lines().filter(|l| l.starts_with("Warn")).count() {
-                0 => "looks good".to_owned(),
-                1 => "looks good, with 1 warning".to_owned(),
-                n => format!("looks good, with {n} warnings"),
-            },
-        );
+        return CRIU_CHECK.ok(match output.lines().filter(|l| l.starts_with("Warn")).count() {
+            0 => "looks good".to_owned(),
+            1 => "looks good, with 1 warning".to_owned(),
+            n => format!("looks good, with {n} warnings"),
+        });
     }
     let said = criu_errors(&output);
     let remedy = if said.contains("No parent found for mountpoint") {
@@ -240,8 +190,7 @@ fn criu_errors(output: &Output) -> String {
         .collect();
     if errors.is_empty() {
         let last = output.lines().map(str::trim).rfind(|line| !line.is_empty());
-        last.unwrap_or("criu check failed and says nothing")
-            .to_owned()
+        last.unwrap_or("criu check failed and says nothing").to_owned()
     } else {
         errors.join("; ")
     }
@@ -298,9 +247,7 @@ pub(super) fn criu_options(host: &dyn Host) -> Vec<CriuOption> {
     text.lines()
         .filter_map(|line| {
             let line = line.split('#').next()?.trim();
-            let end = line
-                .find(|c: char| c.is_whitespace() || c == '=')
-                .unwrap_or(line.len());
+            let end = line.find(|c: char| c.is_whitespace() || c == '=').unwrap_or(line.len());
             let (name, value) = line.split_at(end);
             let name = name.trim_start_matches('-');
             (!name.is_empty()).then(|| CriuOption {
@@ -319,10 +266,8 @@ pub(super) fn criu_conf(options: &[CriuOption]) -> Finding {
             .collect();
         all.join(", ")
     };
-    let overriding: Vec<_> = options
-        .iter()
-        .filter(|o| OVERRIDING.contains(&o.name.as_str()))
-        .collect();
+    let overriding: Vec<_> =
+        options.iter().filter(|o| OVERRIDING.contains(&o.name.as_str())).collect();
     if !overriding.is_empty() {
         return CRIU_CONF
             .warning(format!(
@@ -334,10 +279,7 @@ pub(super) fn criu_conf(options: &[CriuOption]) -> Finding {
     if options.is_empty() {
         return CRIU_CONF.ok(format!("nothing in {CRIU_CONF_FILE}"));
     }
-    CRIU_CONF.ok(format!(
-        "{CRIU_CONF_FILE} has {}",
-        show(&options.iter().collect::<Vec<_>>())
-    ))
+    CRIU_CONF.ok(format!("{CRIU_CONF_FILE} has {}", show(&options.iter().collect::<Vec<_>>())))
 }
 
 /// Nice to know only: Stasis keeps it out of its own checkpoints.
@@ -353,10 +295,7 @@ pub(super) fn cuda_plugin(host: &dyn Host) -> Finding {
     const NAME: &str = "cuda_plugin.so";
     let found: Option<PathBuf> = DIRECTORIES
         .iter()
-        .find(|dir| {
-            host.list(Path::new(dir))
-                .is_ok_and(|names| names.iter().any(|n| n == NAME))
-        })
+        .find(|dir| host.list(Path::new(dir)).is_ok_and(|names| names.iter().any(|n| n == NAME)))
         .map(|dir| Path::new(dir).join(NAME));
     CUDA_PLUGIN.ok(match found {
         Some(path) => format!("{}: installed, Stasis keeps it out", path.display()),
@@ -369,10 +308,7 @@ pub(super) fn iptables(host: &dyn Host, options: &[CriuOption]) -> Finding {
     if let Some(path) = host.find(Path::new("iptables-restore")) {
         return IPTABLES.ok(path.display().to_string());
     }
-    let lock = options
-        .iter()
-        .rev()
-        .find(|option| option.name == "network-lock");
+    let lock = options.iter().rev().find(|option| option.name == "network-lock");
     if let Some(lock) = lock.filter(|lock| lock.value == "nftables" || lock.value == "skip") {
         return IPTABLES.ok(format!(
             "iptables-restore was not found, and not needed: network-lock {} in {CRIU_CONF_FILE}",
@@ -447,18 +383,13 @@ Error (criu/crtools.c:260): Could not initialize kernel features detection.
             runtime_of("runc version 1.0.0-rc93\nspec: 1.0.2-dev\n"),
             "error runc 1.0 at /usr/bin/runc: older than 1.1"
         );
-        assert_eq!(
-            runtime_of(CRUN),
-            "error crun 1.8.1 at /usr/bin/runc: built without CRIU"
-        );
+        assert_eq!(runtime_of(CRUN), "error crun 1.8.1 at /usr/bin/runc: built without CRIU");
         assert_eq!(
             runtime_of(&CRUN.replace("+YAJL", "+CRIU +YAJL")),
             "ok crun 1.8.1 at /usr/bin/runc"
         );
         assert_eq!(
-            runtime_of(&format!(
-                "NVIDIA Container Runtime version 1.17.8\nspec: 1.2.1\n\n{RUNC}"
-            )),
+            runtime_of(&format!("NVIDIA Container Runtime version 1.17.8\nspec: 1.2.1\n\n{RUNC}")),
             "warning NVIDIA's wrapper of runc 1.1.15 at /usr/bin/runc: what it adds to a container \
              is missing at restore"
         );
@@ -476,19 +407,13 @@ Error (criu/crtools.c:260): Could not initialize kernel features detection.
     fn the_runtime_must_be_there_and_answer() {
         let of = |fake: &Fake, path: &str| said(&runtime(fake, Path::new(path)));
         assert_eq!(of(&Fake::empty(), "runc"), "error runc was not found");
-        assert_eq!(
-            of(&Fake::empty(), "/opt/runc"),
-            "error /opt/runc was not found"
-        );
+        assert_eq!(of(&Fake::empty(), "/opt/runc"), "error /opt/runc was not found");
         assert_eq!(
             of(&Fake::good(), "/usr/local/bin/stasis-runc"),
             "error runtime.path is stasis-runc, which would call itself"
         );
         let hangs = Fake::empty().answer("runc --version", Err(io::ErrorKind::TimedOut));
-        assert_eq!(
-            of(&hangs, "runc"),
-            "error /usr/bin/runc --version did not end within 10 s"
-        );
+        assert_eq!(of(&hangs, "runc"), "error /usr/bin/runc --version did not end within 10 s");
         let broken = Fake::empty().answer("runc --version", Err(io::ErrorKind::PermissionDenied));
         assert_eq!(
             of(&broken, "/usr/bin/runc"),
@@ -500,44 +425,32 @@ Error (criu/crtools.c:260): Could not initialize kernel features detection.
 
     #[test]
     fn criu_must_be_new_enough() {
-        let of = |stdout: &str| {
-            said(&criu(&Fake::empty().command(
-                "criu --version",
-                0,
-                stdout,
-                "",
-            )))
-        };
+        let of =
+            |stdout: &str| said(&criu(&Fake::empty().command("criu --version", 0, stdout, "")));
         assert_eq!(of("Version: 4.1.1\n"), "ok 4.1.1 at /usr/bin/criu");
-        assert_eq!(
-            of("Version: 4.2\nGitID: v4.2-15-gdeadbee\n"),
-            "ok 4.2 at /usr/bin/criu"
-        );
+        assert_eq!(of("Version: 4.2\nGitID: v4.2-15-gdeadbee\n"), "ok 4.2 at /usr/bin/criu");
         assert_eq!(of("Version: 4.0\n"), "ok 4.0 at /usr/bin/criu");
         assert_eq!(
             of("Version: 3.17.1\n"),
             "warning 3.17.1 at /usr/bin/criu: older than 4.0, fails on newer kernels (3.17.1 on \
              6.18)"
         );
-        assert_eq!(
-            of("Version: 3.16.1\n"),
-            "error 3.16.1 at /usr/bin/criu: older than 3.17"
-        );
+        assert_eq!(of("Version: 3.16.1\n"), "error 3.16.1 at /usr/bin/criu: older than 3.17");
         assert_eq!(of("x\n"), "error /usr/bin/criu does not say its version: x");
         assert_eq!(
             of(""),
             "error /usr/bin/criu does not say its version: --version prints nothing"
         );
-        assert_eq!(
-            said(&criu(&Fake::empty())),
-            "error criu was not found in PATH"
-        );
+        assert_eq!(said(&criu(&Fake::empty())), "error criu was not found in PATH");
     }
 
     fn check_of(version: &str, status: i32, stdout: &str, stderr: &str) -> Finding {
-        let fake = Fake::empty()
-            .command("criu --version", 0, version, "")
-            .command("criu check", status, stdout, stderr);
+        let fake = Fake::empty().command("criu --version", 0, version, "").command(
+            "criu check",
+            status,
+            stdout,
+            stderr,
+        );
         criu_check(&fake, &criu(&fake))
     }
 
@@ -545,15 +458,9 @@ Error (criu/crtools.c:260): Could not initialize kernel features detection.
     fn criu_check_is_believed() {
         let new = "Version: 4.1.1\n";
         let old = "Version: 3.17.1\n";
-        assert_eq!(
-            said(&check_of(new, 0, "Looks good.\n", "")),
-            "ok looks good"
-        );
+        assert_eq!(said(&check_of(new, 0, "Looks good.\n", "")), "ok looks good");
         let warn = "Warn  (criu/autofs.c:99): Failed to find pipe_ino option (old kernel?)\n";
-        assert_eq!(
-            said(&check_of(new, 0, "Looks good.\n", warn)),
-            "ok looks good, with 1 warning"
-        );
+        assert_eq!(said(&check_of(new, 0, "Looks good.\n", warn)), "ok looks good, with 1 warning");
 
         let finding = check_of(old, 1, "", CHECK_VDSO);
         assert_eq!(
@@ -565,35 +472,23 @@ Error (criu/crtools.c:260): Could not initialize kernel features detection.
         assert!(finding.remedy.unwrap().starts_with("install CRIU 4.1.1"));
 
         let finding = check_of(new, 1, "", CHECK_CHROOT);
-        assert_eq!(
-            said(&finding),
-            "error mnt: No parent found for mountpoint 109 (@./run)"
-        );
+        assert_eq!(said(&finding), "error mnt: No parent found for mountpoint 109 (@./run)");
         assert!(finding.remedy.unwrap().contains("on the host itself"));
 
         let finding = check_of(new, 1, "", &format!("{warn}Does not look good.\n"));
         assert_eq!(said(&finding), "error Does not look good.");
         assert!(finding.remedy.unwrap().contains("criu.org/Linux_kernel"));
-        assert_eq!(
-            said(&check_of(new, 1, "", "")),
-            "error criu check failed and says nothing"
-        );
+        assert_eq!(said(&check_of(new, 1, "", "")), "error criu check failed and says nothing");
     }
 
     #[test]
     fn criu_check_needs_criu_and_root() {
         let of = |fake: &Fake| said(&criu_check(fake, &criu(fake)));
         assert_eq!(of(&Fake::empty()), "error criu was not found in PATH");
-        let user = Fake {
-            uid: 1000,
-            ..Fake::good()
-        };
+        let user = Fake { uid: 1000, ..Fake::good() };
         assert_eq!(of(&user), "warning not run, because it needs root");
         let hangs = Fake::good().answer("criu check", Err(io::ErrorKind::TimedOut));
-        assert_eq!(
-            of(&hangs),
-            "error /usr/bin/criu check did not end within 60 s"
-        );
+        assert_eq!(of(&hangs), "error /usr/bin/criu check did not end within 60 s");
     }
 
     #[test]
@@ -604,10 +499,7 @@ Error (criu/crtools.c:260): Could not initialize kernel features detection.
         fake.file("/etc/criu/runc.conf", "# tcp-established\n\n  # x\n");
         assert_eq!(of(&fake), "ok nothing in /etc/criu/runc.conf");
         fake.file("/etc/criu/runc.conf", "network-lock nftables\nv4 # much\n");
-        assert_eq!(
-            of(&fake),
-            "ok /etc/criu/runc.conf has network-lock nftables, v4"
-        );
+        assert_eq!(of(&fake), "ok /etc/criu/runc.conf has network-lock nftables, v4");
         fake.file(
             "/etc/criu/runc.conf",
             "tcp-established\nv4\n--ghost-limit=2M\n\tlibdir\t/x y \n",
@@ -622,15 +514,9 @@ Error (criu/crtools.c:260): Could not initialize kernel features detection.
     #[test]
     fn the_plugin_is_only_named() {
         let fake = Fake::empty();
-        assert_eq!(
-            said(&cuda_plugin(&fake)),
-            "ok not installed, and not needed"
-        );
+        assert_eq!(said(&cuda_plugin(&fake)), "ok not installed, and not needed");
         fake.file("/usr/lib/criu/amdgpu_plugin.so", "");
-        assert_eq!(
-            said(&cuda_plugin(&fake)),
-            "ok not installed, and not needed"
-        );
+        assert_eq!(said(&cuda_plugin(&fake)), "ok not installed, and not needed");
         fake.file("/usr/lib/criu/cuda_plugin.so", "");
         assert_eq!(
             said(&cuda_plugin(&fake)),
@@ -646,29 +532,17 @@ Error (criu/crtools.c:260): Could not initialize kernel features detection.
         assert!(of(&fake).starts_with("error iptables-restore was not found"));
         fake.file("/etc/criu/runc.conf", "network-lock iptables\n");
         assert!(of(&fake).starts_with("error "));
-        fake.file(
-            "/etc/criu/runc.conf",
-            "network-lock iptables\nnetwork-lock skip\n",
-        );
+        fake.file("/etc/criu/runc.conf", "network-lock iptables\nnetwork-lock skip\n");
         assert!(of(&fake).starts_with("ok "));
     }
 
     #[test]
     fn tar_must_be_gnu_tar() {
         let of = |status, stdout: &str, stderr: &str| {
-            said(&tar(&Fake::empty().command(
-                "tar --version",
-                status,
-                stdout,
-                stderr,
-            )))
+            said(&tar(&Fake::empty().command("tar --version", status, stdout, stderr)))
         };
         assert_eq!(
-            of(
-                0,
-                "tar (GNU tar) 1.34\nCopyright (C) 2021 Free Software Foundation, Inc.\n",
-                ""
-            ),
+            of(0, "tar (GNU tar) 1.34\nCopyright (C) 2021 Free Software Foundation, Inc.\n", ""),
             "ok tar (GNU tar) 1.34"
         );
         assert_eq!(
@@ -678,9 +552,6 @@ Error (criu/crtools.c:260): Could not initialize kernel features detection.
         );
         assert!(of(0, "bsdtar 3.7.4 - libarchive 3.7.4 zlib/1.3.1\n", "").starts_with("error "));
         assert!(of(1, "", "tar: unrecognized option: version\n").starts_with("error "));
-        assert_eq!(
-            said(&tar(&Fake::empty())),
-            "error tar was not found in PATH"
-        );
+        assert_eq!(said(&tar(&Fake::empty())), "error tar was not found in PATH");
     }
 }

@@ -20,9 +20,7 @@ impl Version {
     pub(super) fn parse(text: &str) -> Option<Self> {
         let mut numbers = [0; 3];
         for (i, part) in text.split('.').take(3).enumerate() {
-            let digits = part
-                .find(|c: char| !c.is_ascii_digit())
-                .unwrap_or(part.len());
+            let digits = part.find(|c: char| !c.is_ascii_digit()).unwrap_or(part.len());
             match part[..digits].parse() {
                 Ok(number) => numbers[i] = number,
                 Err(_) if i == 0 => return None,

@@ -84,7 +84,9 @@ impl HelperDriver {
             return answers;
         }
         let failed = match self.ready() {
-            Ok((helper, facts)) => exchange(helper, facts, call, pids, timeout, limit, &mut answers),
+            Ok((helper, facts)) => {
+                exchange(helper, facts, call, pids, timeout, limit, &mut answers)
+            }
             Err(error) => Err(error),
         };
         if let Err(error) = failed {
@@ -114,8 +116,7 @@ fn exchange(
 ) -> Result<(), DriverError> {
     // 0 would mean no limit to the driver.
     let timeout_ms = u32::try_from(timeout.as_millis()).unwrap_or(u32::MAX).max(1);
-    let request =
-        Request { call, pids: pids.to_vec(), timeout_ms, libcuda: None, libnvml: None };
+    let request = Request { call, pids: pids.to_vec(), timeout_ms, libcuda: None, libnvml: None };
     let deadline = Instant::now() + limit;
     helper.send(&request).map_err(|how| error_of(call, limit, how))?;
     while answers.len() < pids.len() {
@@ -197,19 +198,31 @@ impl Driver for HelperDriver {
     }
 
     fn usage(&mut self, pids: &[Pid]) -> Option<BTreeMap<Pid, GpuUse>> {
+        match self.ask_nvml(Call::Usage, pids)? {
+            Reply::Usage(usage) => usage,
+            _ => None,
+        }
+    }
+
+    fn free_memory(&mut self) -> Option<BTreeMap<String, u64>> {
+        match self.ask_nvml(Call::FreeMemory, &[])? {
+            Reply::FreeMemory(free) => free,
+            _ => None,
+        }
+    }
+}
+
+impl HelperDriver {
+    /// NVML is of use and not a condition: without an answer it goes on without.
+    fn ask_nvml(&mut self, call: Call, pids: &[Pid]) -> Option<Reply> {
         let (helper, _) = self.ready().ok()?;
-        let request = Request {
-            call: Call::Usage,
-            pids: pids.to_vec(),
-            timeout_ms: 0,
-            libcuda: None,
-            libnvml: None,
-        };
+        let request =
+            Request { call, pids: pids.to_vec(), timeout_ms: 0, libcuda: None, libnvml: None };
         let deadline = Instant::now() + SHORT;
         match helper.send(&request).and_then(|()| helper.receive(deadline)) {
-            Ok(Reply::Usage(usage)) => usage,
-            other => {
-                tracing::warn!(answer = ?other, "NVML did not answer");
+            Ok(reply) => Some(reply),
+            Err(how) => {
+                tracing::warn!(?how, call = call.function(), "NVML did not answer");
                 self.running = None;
                 None
             }

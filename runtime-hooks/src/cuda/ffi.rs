@@ -119,7 +119,7 @@ impl Api {
                 // SAFETY: as for lock.
                 unsafe { (self.unlock?)(pid, &raw mut args) }
             }
-            Call::Init | Call::Usage => return None,
+            Call::Init | Call::Usage | Call::FreeMemory => return None,
         };
         Some((code, value))
     }

@@ -24,7 +24,9 @@ pub fn serve() -> ExitCode {
     let output = Mutex::new(io::stdout());
     let mut driver = None;
     for line in io::stdin().lock().lines() {
-        let Ok(line) = line else { return ExitCode::FAILURE };
+        let Ok(line) = line else {
+            return ExitCode::FAILURE;
+        };
         let request: Request = match serde_json::from_str(&line) {
             Ok(request) => request,
             Err(error) => {
@@ -46,6 +48,7 @@ pub fn serve() -> ExitCode {
                 return ExitCode::FAILURE;
             }
             (Call::Usage, Some(driver)) => send(&output, &driver.usage(&request)),
+            (Call::FreeMemory, Some(driver)) => send(&output, &driver.free_memory()),
             (_, Some(driver)) => driver.call_for_all(&request, &output),
         };
         if done.is_err() {
@@ -99,6 +102,10 @@ impl Loaded {
 
     fn usage(&self, request: &Request) -> Reply {
         Reply::Usage(self.nvml.as_ref().and_then(|nvml| nvml.usage(&request.pids).ok()))
+    }
+
+    fn free_memory(&self) -> Reply {
+        Reply::FreeMemory(self.nvml.as_ref().and_then(|nvml| nvml.free_memory().ok()))
     }
 
     /// A thread for each process, so that ranks that wait for each other are locked together.

@@ -88,6 +88,8 @@ pub enum Call {
     Unlock,
     /// NVML: which GPUs the processes use.
     Usage,
+    /// NVML: how much memory of the GPUs is free.
+    FreeMemory,
 }
 
 impl Call {
@@ -103,6 +105,7 @@ impl Call {
             Self::Restore => "cuCheckpointProcessRestore",
             Self::Unlock => "cuCheckpointProcessUnlock",
             Self::Usage => "nvmlDeviceGetComputeRunningProcesses",
+            Self::FreeMemory => "nvmlDeviceGetMemoryInfo",
         }
     }
 
@@ -110,7 +113,7 @@ impl Call {
     #[must_use]
     pub fn since(self) -> u32 {
         match self {
-            Self::Init | Self::Usage => 0,
+            Self::Init | Self::Usage | Self::FreeMemory => 0,
             _ => 570,
         }
     }
@@ -283,4 +286,7 @@ pub trait Driver {
 
     /// NVML's list of the GPUs that each process uses; `None` without NVML.
     fn usage(&mut self, pids: &[Pid]) -> Option<BTreeMap<Pid, GpuUse>>;
+
+    /// NVML's free bytes of each GPU, by UUID; `None` without NVML.
+    fn free_memory(&mut self) -> Option<BTreeMap<String, u64>>;
 }

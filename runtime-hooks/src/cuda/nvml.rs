@@ -43,6 +43,16 @@ impl Monitor {
             .collect()
     }
 
+    /// Free bytes by UUID.
+    pub(super) fn free_memory(&self) -> Result<BTreeMap<String, u64>, NvmlError> {
+        (0..self.nvml.device_count()?)
+            .map(|index| {
+                let device = self.nvml.device_by_index(index)?;
+                Ok((device.uuid()?, device.memory_info()?.free))
+            })
+            .collect()
+    }
+
     /// The GPUs on which each of `pids` has a context. NVML names processes by their pid in the
     /// pid namespace of the caller.
     pub(super) fn usage(&self, pids: &[Pid]) -> Result<BTreeMap<Pid, GpuUse>, NvmlError> {
@@ -52,7 +62,9 @@ impl Monitor {
             let device = self.nvml.device_by_index(index)?;
             let uuid = device.uuid()?;
             for process in device.running_compute_processes()? {
-                let Ok(pid) = Pid::try_from(process.pid) else { continue };
+                let Ok(pid) = Pid::try_from(process.pid) else {
+                    continue;
+                };
                 if let Some(found) = usage.get_mut(&pid) {
                     let bytes = match process.used_gpu_memory {
                         UsedGpuMemory::Used(bytes) => Some(bytes),

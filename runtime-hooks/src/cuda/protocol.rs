@@ -1,7 +1,7 @@
 //! What goes over the pipes between [`super::client`] and [`super::helper`]: a JSON object a line.
 //!
 //! A request with `n` pids is answered by `n` lines, in the order in which the calls come back;
-//! `Init` and `Usage` by one. One request is under way at a time.
+//! `Init`, `Usage` and `FreeMemory` by one. One request is under way at a time.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -56,4 +56,6 @@ pub(super) enum Reply {
     },
     /// `Usage`; `None` without NVML.
     Usage(Option<BTreeMap<Pid, GpuUse>>),
+    /// `FreeMemory`; `None` without NVML.
+    FreeMemory(Option<BTreeMap<String, u64>>),
 }

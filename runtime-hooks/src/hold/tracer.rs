@@ -7,11 +7,13 @@
 
 use std::collections::BTreeMap;
 use std::fs;
-use std::io::{self, BufRead, Write};
+use std::io::{self, BufRead, StdinLock, Write};
+use std::os::fd::AsFd;
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
 use nix::errno::Errno;
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use serde::{Deserialize, Serialize};
 
 use super::{DRIVER_THREADS, Keep, Target};
@@ -43,8 +45,20 @@ pub fn serve() -> ExitCode {
         return ExitCode::FAILURE;
     }
     let mut held = Held::default();
-    for line in io::stdin().lock().lines() {
-        let Ok(line) = line else { return ExitCode::FAILURE };
+    let mut input = io::stdin().lock();
+    let mut line = String::new();
+    loop {
+        // A traced process that is killed becomes a zombie for its parent, the shim, only when its
+        // tracer has taken note: so this does all the time, not only when asked something.
+        while !readable(&input) {
+            held.take_news();
+        }
+        line.clear();
+        match input.read_line(&mut line) {
+            Ok(0) => return ExitCode::SUCCESS,
+            Ok(_) => {}
+            Err(_) => return ExitCode::FAILURE,
+        }
         let reply = match serde_json::from_str(&line) {
             Ok(Request::Hold(targets)) => held.hold(targets),
             Ok(Request::Settle { milliseconds }) => {
@@ -62,7 +76,14 @@ pub fn serve() -> ExitCode {
             return ExitCode::FAILURE;
         }
     }
-    ExitCode::SUCCESS
+}
+
+/// Whether the client has said something, or gone. Waits a little. One request is under way at a
+/// time, so none hides in the reader's buffer.
+fn readable(input: &StdinLock<'_>) -> bool {
+    const WAIT: u16 = 20;
+    let mut descriptors = [PollFd::new(input.as_fd(), PollFlags::POLLIN)];
+    !matches!(poll(&mut descriptors, PollTimeout::from(WAIT)), Ok(0) | Err(Errno::EINTR))
 }
 
 /// How far a seized thread is.
@@ -139,7 +160,9 @@ impl Held {
         loop {
             self.take_news();
             let asked = self.threads.iter().find(|(_, thread)| **thread == Thread::Asked);
-            let Some((&tid, _)) = asked else { return Ok(()) };
+            let Some((&tid, _)) = asked else {
+                return Ok(());
+            };
             if Instant::now() >= deadline {
                 return Err(Reply::Pending { tid, state: state_of(tid) });
             }
@@ -227,6 +250,7 @@ fn state_of(tid: Pid) -> String {
 }
 
 fn is_dead(pid: Pid, tid: Pid) -> bool {
-    fs::read_to_string(format!("/proc/{pid}/task/{tid}/stat"))
-        .map_or(true, |stat| stat.rsplit(')').next().is_some_and(|s| s.starts_with(" Z") || s.starts_with(" X")))
+    fs::read_to_string(format!("/proc/{pid}/task/{tid}/stat")).map_or(true, |stat| {
+        stat.rsplit(')').next().is_some_and(|s| s.starts_with(" Z") || s.starts_with(" X"))
+    })
 }

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use anyhow::Context as _;
 use nix::sys::signal::Signal;
-use stasis_config::{Annotations, manifest};
+use stasis_config::Annotations;
 
 use super::Context;
 use crate::checkpoint::{self, After, LOCK_PATIENCE};
@@ -26,7 +26,6 @@ use crate::processes::{CgroupProcesses, Processes};
 use crate::restore::{self, RestoreParts};
 use crate::resume;
 use crate::runc::Runc;
-use crate::runc::args::Arguments;
 use crate::runc::criu::{LogStore, Options};
 use crate::sockets::established_tcp;
 use crate::{spec, sys};
@@ -48,7 +47,7 @@ pub(super) fn checkpoint(context: &Context<'_>) -> anyhow::Result<ExitCode> {
         .map_err(|error| untouched(context, "checkpoint", error.into()))?;
     let mut tools = Tools::new(context, journal)?;
     let arguments = context.line.arguments();
-    tools.image = ImageDirectory::new(absolute(arguments.image_path())?);
+    tools.image = ImageDirectory::new(absolute(&arguments.image_path())?);
     let mut world = World::of(&container, &mut tools)
         .map_err(|cause| untouched(context, "checkpoint", cause))?;
     world.repair(context, &container)?;
@@ -67,12 +66,11 @@ pub(super) fn checkpoint(context: &Context<'_>) -> anyhow::Result<ExitCode> {
         .map_err(|cause| untouched(context, "checkpoint", cause))?;
     let mountinfo = fs::read_to_string(format!("/proc/{}/mountinfo", container.init.pid))
         .map_err(|_| untouched(context, "checkpoint", Cause::Gone))?;
-    let dump = world.tools.runc.flags_of(&arguments);
+    let dump = world.tools.runc.criu.flags_with(&arguments);
     let after = if arguments.has("leave-running") {
         After::LeaveRunning
     } else {
-        let pids: Vec<_> =
-            world.processes.list()?.iter().map(|process| process.id.pid).collect();
+        let pids: Vec<_> = world.processes.list()?.iter().map(|process| process.id.pid).collect();
         After::Exit { by_criu: dump.tcp_established && established_tcp(&pids) }
     };
     world.tools.runc.criu.without_plugins = true;
@@ -92,7 +90,7 @@ pub(super) fn checkpoint(context: &Context<'_>) -> anyhow::Result<ExitCode> {
 /// `restore`.
 pub(super) fn restore(context: &Context<'_>) -> anyhow::Result<ExitCode> {
     let arguments = context.line.arguments();
-    let image = absolute(arguments.image_path())?;
+    let image = absolute(&arguments.image_path())?;
     let kind = image::kind(&image).map_err(|cause| untouched(context, "restore", cause))?;
     let journal = context.journal();
     let image::Kind::Cuda(manifest) = kind else {
@@ -103,12 +101,12 @@ pub(super) fn restore(context: &Context<'_>) -> anyhow::Result<ExitCode> {
     let _lock =
         journal.lock(LOCK_PATIENCE).map_err(|error| untouched(context, "restore", error.into()))?;
     let mut tools = Tools::new(context, journal)?;
-    let bundle = absolute(arguments.bundle())?;
-    let spec =
-        spec::load(&bundle).map_err(|error| untouched(context, "restore", error.into()))?;
-    let annotations = annotations(context, &bundle)
-        .map_err(|cause| untouched(context, "restore", cause))?;
-    tools.runc.restore_as_dumped(&manifest.dump);
+    let bundle = absolute(&arguments.bundle())?;
+    let spec = spec::load(&bundle).map_err(|error| untouched(context, "restore", error.into()))?;
+    let annotations =
+        annotations(context, &bundle).map_err(|cause| untouched(context, "restore", cause))?;
+    tools.runc.criu.add(manifest.dump);
+    tools.runc.criu.without_plugins = true;
     let root = context.root();
     let restored = || -> Result<_, Cause> {
         let container = Container::load(&root, context.id)?;
@@ -170,9 +168,9 @@ pub(super) fn delete(context: &Context<'_>) -> anyhow::Result<ExitCode> {
     let mut command = Command::new(context.program);
     command.args(&context.line.globals).arg("delete").args(&context.line.rest);
     sys::die_with_parent_thread(&mut command, Signal::SIGKILL);
-    let status = command.status().with_context(|| {
-        format!("stasis: cannot execute {}", context.program.display())
-    })?;
+    let status = command
+        .status()
+        .with_context(|| format!("stasis: cannot execute {}", context.program.display()))?;
     if !context.root().join(context.id).exists() {
         journal.forget();
     }
@@ -213,7 +211,11 @@ pub(super) fn repair_first(context: &Context<'_>) -> anyhow::Result<()> {
 
 /// The runtime in our place for a container without CUDA: with the caller's arguments, and with
 /// the configured options of CRIU where there are any.
-fn without_cuda(context: &Context<'_>, subcommand: &str, tools: &Tools) -> anyhow::Result<ExitCode> {
+fn without_cuda(
+    context: &Context<'_>,
+    subcommand: &str,
+    tools: &Tools,
+) -> anyhow::Result<ExitCode> {
     let command = tools.runc.plain(subcommand);
     let error = std::os::unix::process::CommandExt::exec(&mut { command });
     Err(anyhow::Error::new(error)
@@ -272,7 +274,8 @@ impl Tools {
 /// Writes CRIU's options that runc has no flag for. The same for all containers of a
 /// configuration, so two at once write the same.
 fn criu_config_file(context: &Context<'_>) -> anyhow::Result<Option<PathBuf>> {
-    let present = std::env::var_os("CRIU_CONFIG_FILE").and_then(|path| fs::read_to_string(path).ok());
+    let present =
+        std::env::var_os("CRIU_CONFIG_FILE").and_then(|path| fs::read_to_string(path).ok());
     let text = Options::config_text(&context.config.criu, present.as_deref());
     let Some(text) = text else { return Ok(None) };
     let directory = &context.config.state.directory;
@@ -283,32 +286,6 @@ fn criu_config_file(context: &Context<'_>) -> anyhow::Result<Option<PathBuf>> {
         .and_then(|()| fs::rename(&path, &named))
         .with_context(|| format!("stasis: cannot write {}", named.display()))?;
     Ok(Some(named))
-}
-
-impl Runc {
-    /// The runtime for a container without CUDA.
-    fn plain(&self, subcommand: &str) -> Command {
-        self.plain_command(subcommand)
-    }
-
-    /// What the dump is made with, for the manifest.
-    fn flags_of(&self, arguments: &Arguments) -> manifest::Dump {
-        manifest::Dump {
-            tcp_established: self.criu.tcp_established || arguments.has("tcp-established"),
-            external_unix_sockets: self.criu.external_unix_sockets || arguments.has("ext-unix-sk"),
-            shell_job: arguments.has("shell-job"),
-            file_locks: arguments.has("file-locks"),
-        }
-    }
-
-    /// CRIU's flags must be those of the dump: Go's shim passes none of them at restore.
-    fn restore_as_dumped(&mut self, dump: &manifest::Dump) {
-        self.criu.tcp_established |= dump.tcp_established;
-        self.criu.external_unix_sockets |= dump.external_unix_sockets;
-        self.criu.shell_job |= dump.shell_job;
-        self.criu.file_locks |= dump.file_locks;
-        self.criu.without_plugins = true;
-    }
 }
 
 /// One container and the tools to work on it.
@@ -354,8 +331,8 @@ fn annotations(context: &Context<'_>, bundle: &Path) -> Result<Annotations, Caus
     Ok(Annotations::parse(pairs, &context.config.annotations)?)
 }
 
-fn absolute(path: PathBuf) -> anyhow::Result<PathBuf> {
-    std::path::absolute(&path).with_context(|| format!("stasis: path {}", path.display()))
+fn absolute(path: &Path) -> anyhow::Result<PathBuf> {
+    std::path::absolute(path).with_context(|| format!("stasis: path {}", path.display()))
 }
 
 fn untouched(context: &Context<'_>, operation: &'static str, cause: Cause) -> anyhow::Error {

@@ -78,7 +78,8 @@ impl Write for LogFile {
             let path = self.directory.join("stasis-runc.log");
             let flags = nix::libc::O_NOFOLLOW;
             let mut options = OpenOptions::new();
-            *open = Some(options.create(true).append(true).mode(0o600).custom_flags(flags).open(path)?);
+            *open =
+                Some(options.create(true).append(true).mode(0o600).custom_flags(flags).open(path)?);
         }
         match open.as_mut() {
             Some(file) => file.write(bytes),
@@ -109,7 +110,10 @@ mod tests {
         report(&line).error("stasis: \"no\"");
         let text = std::fs::read_to_string(log).unwrap();
         let line: serde_json::Value = serde_json::from_str(text.trim()).unwrap();
-        assert_eq!((line["level"].as_str(), line["msg"].as_str()), (Some("error"), Some("stasis: \"no\"")));
+        assert_eq!(
+            (line["level"].as_str(), line["msg"].as_str()),
+            (Some("error"), Some("stasis: \"no\""))
+        );
     }
 
     #[test]

@@ -14,15 +14,43 @@ const VALUED_GLOBALS: &[&str] =
 
 /// Options of `checkpoint` and `restore` that take a value.
 const VALUED_OPTIONS: &[&str] = &[
-    "image-path", "work-path", "parent-path", "status-fd", "page-server", "manage-cgroups-mode",
-    "empty-ns", "console-socket", "bundle", "b", "pid-file", "lsm-profile", "lsm-mount-context",
+    "image-path",
+    "work-path",
+    "parent-path",
+    "status-fd",
+    "page-server",
+    "manage-cgroups-mode",
+    "empty-ns",
+    "console-socket",
+    "bundle",
+    "b",
+    "pid-file",
+    "lsm-profile",
+    "lsm-mount-context",
     "preserve-fds",
 ];
 
 /// Subcommands of runc. Needed to tell the subcommand from the value of an unknown option.
 const SUBCOMMANDS: &[&str] = &[
-    "checkpoint", "create", "delete", "events", "exec", "features", "help", "init", "kill", "list",
-    "pause", "ps", "restore", "resume", "run", "spec", "start", "state", "update",
+    "checkpoint",
+    "create",
+    "delete",
+    "events",
+    "exec",
+    "features",
+    "help",
+    "init",
+    "kill",
+    "list",
+    "pause",
+    "ps",
+    "restore",
+    "resume",
+    "run",
+    "spec",
+    "start",
+    "state",
+    "update",
 ];
 
 /// A command line of runc.
@@ -106,8 +134,24 @@ impl CommandLine {
 
 /// Options of exec that take a value.
 const VALUED_EXEC: &[&str] = &[
-    "console-socket", "cwd", "env", "e", "user", "u", "additional-gids", "g", "process", "p",
-    "pid-file", "process-label", "apparmor", "cap", "c", "preserve-fds", "cgroup", "ignore-paused",
+    "console-socket",
+    "cwd",
+    "env",
+    "e",
+    "user",
+    "u",
+    "additional-gids",
+    "g",
+    "process",
+    "p",
+    "pid-file",
+    "process-label",
+    "apparmor",
+    "cap",
+    "c",
+    "preserve-fds",
+    "cgroup",
+    "ignore-paused",
 ];
 
 fn first_positional(tokens: &[OsString]) -> Option<&OsString> {
@@ -140,7 +184,9 @@ impl Arguments {
     #[must_use]
     pub fn has(&self, name: &str) -> bool {
         self.flags().filter(|(found, _)| *found == name).last().is_some_and(|(_, value)| {
-            value.is_none_or(|value| matches!(value.to_str(), Some("1" | "t" | "T" | "true" | "TRUE" | "True")))
+            value.is_none_or(|value| {
+                matches!(value.to_str(), Some("1" | "t" | "T" | "true" | "TRUE" | "True"))
+            })
         })
     }
 
@@ -153,28 +199,35 @@ impl Arguments {
     /// `--image-path`. runc's default is `checkpoint` in the working directory.
     #[must_use]
     pub fn image_path(&self) -> PathBuf {
-        self.value(&["image-path"]).filter(|path| !path.is_empty()).map_or_else(|| "checkpoint".into(), PathBuf::from)
+        self.value(&["image-path"])
+            .filter(|path| !path.is_empty())
+            .map_or_else(|| "checkpoint".into(), PathBuf::from)
     }
 
     /// `--work-path`, where CRIU writes its log; without it CRIU uses the image path.
     #[must_use]
     pub fn work_path(&self) -> Option<PathBuf> {
-        Some(self.value(&["work-path"]).filter(|path| !path.is_empty()).map_or_else(|| self.image_path(), PathBuf::from))
+        Some(
+            self.value(&["work-path"])
+                .filter(|path| !path.is_empty())
+                .map_or_else(|| self.image_path(), PathBuf::from),
+        )
     }
 
     /// `--bundle`; runc's default is the working directory.
     #[must_use]
     pub fn bundle(&self) -> PathBuf {
-        self.value(&["bundle", "b"]).filter(|path| !path.is_empty()).map_or_else(|| ".".into(), PathBuf::from)
+        self.value(&["bundle", "b"])
+            .filter(|path| !path.is_empty())
+            .map_or_else(|| ".".into(), PathBuf::from)
     }
 
     fn flags(&self) -> impl Iterator<Item = (&str, Option<&OsStr>)> {
         let mut tokens = self.0.iter();
         std::iter::from_fn(move || {
             loop {
-                let (name, value) = match flag(tokens.next()?) {
-                    Some(found) => found,
-                    None => continue,
+                let Some((name, value)) = flag(tokens.next()?) else {
+                    continue;
                 };
                 if value.is_none() && VALUED_OPTIONS.contains(&name) {
                     return Some((name, tokens.next().map(OsString::as_os_str)));
@@ -189,7 +242,9 @@ fn value_of(tokens: &[OsString], names: &[&str], valued: &[&str]) -> Option<OsSt
     let mut found = None;
     let mut tokens = tokens.iter();
     while let Some(token) = tokens.next() {
-        let Some((name, value)) = flag(token) else { continue };
+        let Some((name, value)) = flag(token) else {
+            continue;
+        };
         let value = match value {
             None if valued.contains(&name) => tokens.next().map(OsString::as_os_str),
             value => value,
@@ -264,13 +319,18 @@ mod tests {
 
     #[test]
     fn repeated_and_negated_flags_follow_go() {
-        let arguments = line("checkpoint --leave-running --leave-running=false -image-path=/a --image-path /b c1").arguments();
+        let arguments = line(
+            "checkpoint --leave-running --leave-running=false -image-path=/a --image-path /b c1",
+        )
+        .arguments();
         assert!(!arguments.has("leave-running"));
         assert_eq!(arguments.image_path(), PathBuf::from("/b"));
         let arguments = line("checkpoint --leave-running --leave-running c1").arguments();
         assert!(arguments.has("leave-running"));
         // The value of an option is not a flag.
-        assert!(!line("checkpoint --work-path --leave-running c1").arguments().has("leave-running"));
+        assert!(
+            !line("checkpoint --work-path --leave-running c1").arguments().has("leave-running")
+        );
     }
 
     #[test]

@@ -8,6 +8,8 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 use std::time::{SystemTime, UNIX_EPOCH};
 
+use stasis_config::manifest::Dump;
+
 use super::args::Arguments;
 
 /// CRIU's log of a dump, in the work path.
@@ -18,14 +20,8 @@ pub const RESTORE_LOG: &str = "restore.log";
 /// What is asked of CRIU beyond the caller's arguments.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Options {
-    /// `--tcp-established`.
-    pub tcp_established: bool,
-    /// `--ext-unix-sk`.
-    pub external_unix_sockets: bool,
-    /// `--shell-job`.
-    pub shell_job: bool,
-    /// `--file-locks`.
-    pub file_locks: bool,
+    /// What both dump and restore have to be told.
+    pub flags: Dump,
     /// CRIU's link-remap.
     pub link_remap: bool,
     /// CRIU's skip-in-flight.
@@ -41,12 +37,34 @@ impl Options {
     #[must_use]
     pub fn from_config(config: &stasis_config::config::Criu) -> Self {
         Self {
-            tcp_established: config.tcp_established,
-            external_unix_sockets: config.external_unix_sockets,
+            flags: Dump {
+                tcp_established: config.tcp_established,
+                external_unix_sockets: config.external_unix_sockets,
+                ..Dump::default()
+            },
             link_remap: config.link_remap,
             skip_in_flight: config.skip_in_flight,
             ..Self::default()
         }
+    }
+
+    /// What a dump with the caller's arguments is made with.
+    #[must_use]
+    pub fn flags_with(&self, caller: &Arguments) -> Dump {
+        Dump {
+            tcp_established: self.flags.tcp_established || caller.has("tcp-established"),
+            external_unix_sockets: self.flags.external_unix_sockets || caller.has("ext-unix-sk"),
+            shell_job: self.flags.shell_job || caller.has("shell-job"),
+            file_locks: self.flags.file_locks || caller.has("file-locks"),
+        }
+    }
+
+    /// CRIU's flags at restore must be those of the dump; Go's shim passes none of them.
+    pub fn add(&mut self, dump: Dump) {
+        self.flags.tcp_established |= dump.tcp_established;
+        self.flags.external_unix_sockets |= dump.external_unix_sockets;
+        self.flags.shell_job |= dump.shell_job;
+        self.flags.file_locks |= dump.file_locks;
     }
 
     /// Flags to add to the caller's, each only if it is not there. `help` gives the runtime's help
@@ -60,10 +78,10 @@ impl Options {
         let mut flags = Vec::new();
         let wanted = [
             ("leave-running", leave_running),
-            ("tcp-established", self.tcp_established),
-            ("ext-unix-sk", self.external_unix_sockets),
-            ("shell-job", self.shell_job),
-            ("file-locks", self.file_locks),
+            ("tcp-established", self.flags.tcp_established),
+            ("ext-unix-sk", self.flags.external_unix_sockets),
+            ("shell-job", self.flags.shell_job),
+            ("file-locks", self.flags.file_locks),
         ];
         for (name, wanted) in wanted {
             if wanted && !caller.has(name) {
@@ -114,7 +132,11 @@ impl Options {
         if lines.is_empty() {
             return None;
         }
-        Some(format!("{}{}\n", present.map(|text| format!("{text}\n")).unwrap_or_default(), lines.join("\n")))
+        Some(format!(
+            "{}{}\n",
+            present.map(|text| format!("{text}\n")).unwrap_or_default(),
+            lines.join("\n")
+        ))
     }
 }
 
@@ -127,7 +149,9 @@ pub fn errors(log: &Path) -> Vec<String> {
     // Printed in every log of a root without CAP_SYS_RESOURCE, and harmless.
     const HARMLESS: &str = "Can't setup RLIMIT_NOFILE for self";
     const LIMIT: u64 = 256 << 20;
-    let Ok(file) = open(log) else { return Vec::new() };
+    let Ok(file) = open(log) else {
+        return Vec::new();
+    };
     BufReader::new(file.take(LIMIT))
         .split(b'\n')
         .map_while(Result::ok)
@@ -137,7 +161,9 @@ pub fn errors(log: &Path) -> Vec<String> {
         .map(|line| {
             let line: String = line.chars().filter(|c| !c.is_control()).take(LENGTH).collect();
             // Without the time stamp.
-            line.split_once(") ").filter(|(stamp, _)| stamp.starts_with('(')).map_or(line.clone(), |(_, text)| text.to_owned())
+            line.split_once(") ")
+                .filter(|(stamp, _)| stamp.starts_with('('))
+                .map_or(line.clone(), |(_, text)| text.to_owned())
         })
         .collect()
 }
@@ -169,14 +195,17 @@ impl LogStore {
         name.push("-");
         name.push(kind);
         let path = self.directory.join(name);
-        let mut copy = fs::OpenOptions::new().create_new(true).write(true).mode(0o600).open(&path)?;
+        let mut copy =
+            fs::OpenOptions::new().create_new(true).write(true).mode(0o600).open(&path)?;
         io::copy(&mut open(log)?, &mut copy)?;
         self.remove_oldest();
         Ok(path)
     }
 
     fn remove_oldest(&self) {
-        let Ok(entries) = fs::read_dir(&self.directory) else { return };
+        let Ok(entries) = fs::read_dir(&self.directory) else {
+            return;
+        };
         let is_ours = |name: &OsString| {
             let name = name.to_string_lossy();
             (name.ends_with(DUMP_LOG) || name.ends_with(RESTORE_LOG))
@@ -211,7 +240,8 @@ mod tests {
 
     #[test]
     fn flags_are_added_once() {
-        let options = Options { tcp_established: true, file_locks: true, ..Options::default() };
+        let flags = Dump { tcp_established: true, file_locks: true, ..Dump::default() };
+        let options = Options { flags, ..Options::default() };
         let caller = arguments("checkpoint --file-locks c1");
         assert_eq!(options.flags(&caller, true, || None), ["--leave-running", "--tcp-established"]);
     }
@@ -229,7 +259,8 @@ mod tests {
         let caller = arguments("checkpoint c1");
         let old = options.flags(&caller, false, || output("--leave-running"));
         assert_eq!(old, Vec::<OsString>::new());
-        let new = options.flags(&caller, false, || output("--link-remap  x\n--tcp-skip-in-flight y"));
+        let new =
+            options.flags(&caller, false, || output("--link-remap  x\n--tcp-skip-in-flight y"));
         assert_eq!(new, ["--link-remap", "--tcp-skip-in-flight"]);
     }
 

@@ -14,6 +14,7 @@ use std::time::Duration;
 use nix::sys::memfd::{MFdFlags, memfd_create};
 use nix::sys::signal::Signal;
 
+use crate::interrupt::interrupted;
 use crate::sys;
 use args::Arguments;
 
@@ -72,7 +73,7 @@ pub struct Runc {
     pub arguments: Option<Arguments>,
     /// What goes beyond the caller's arguments.
     pub criu: criu::Options,
-    /// An empty directory for CRIU_LIBS_DIR.
+    /// An empty directory for `CRIU_LIBS_DIR`.
     pub no_plugins: PathBuf,
     /// Where logs go that must outlive the bundle.
     pub logs: criu::LogStore,
@@ -90,7 +91,7 @@ impl Runc {
     }
 
     /// The caller's command with the configured options of CRIU, for a container without CUDA.
-    pub(crate) fn plain_command(&self, subcommand: &str) -> Command {
+    pub(crate) fn plain(&self, subcommand: &str) -> Command {
         let help = || self.command(subcommand, &["--help".into()]).output().ok();
         let arguments = self.arguments.as_ref().map_or_else(
             || vec![self.id.clone()],
@@ -199,9 +200,8 @@ impl Runtime for Runc {
             };
             self.with_log(error, work.as_deref(), criu::RESTORE_LOG)
         };
-        let mut child = command
-            .spawn()
-            .map_err(|error| failed(format!("cannot be started: {error}"), None))?;
+        let mut child =
+            command.spawn().map_err(|error| failed(format!("cannot be started: {error}"), None))?;
         match wait(&mut child, &|| false) {
             Ok(status) if status.success() => Ok(()),
             Ok(status) => Err(failed(status.to_string(), status.code())),
@@ -210,7 +210,7 @@ impl Runtime for Runc {
     }
 
     fn resume(&mut self) -> Result<(), RuncError> {
-        self.run("resume", self.command("resume", &[self.id.clone()]), &|| false)
+        self.run("resume", self.command("resume", std::slice::from_ref(&self.id)), &|| false)
     }
 
     fn kill(&mut self) -> Result<(), RuncError> {
@@ -223,8 +223,6 @@ impl Runtime for Runc {
         self.run("delete", self.command("delete", &arguments), &|| false)
     }
 }
-
-use crate::interrupt::interrupted;
 
 /// Waits for the child. When the caller is interrupted, the runtime is asked to end, once; what
 /// CRIU then still does to the container is waited for by whoever puts the container back.

@@ -4,7 +4,7 @@
 //! It panics where the real one would hang or lie: a driver call on a frozen process, a kill before
 //! the image is whole, application code that runs where it must not.
 
-#![allow(unreachable_pub, reason = "a module of each test")]
+#![allow(unreachable_pub, dead_code, reason = "a module of each test")]
 
 use std::cell::RefCell;
 use std::collections::BTreeMap;
@@ -43,6 +43,7 @@ pub enum Fault {
 
 /// What the world is like.
 #[derive(Debug)]
+#[allow(clippy::struct_excessive_bools, reason = "a world has many sides")]
 pub struct State {
     pub processes: Vec<Process>,
     pub cuda: BTreeMap<Pid, CudaState>,
@@ -63,6 +64,10 @@ pub struct State {
     pub ran: bool,
     pub manifest: Option<Manifest>,
     pub in_flight: BTreeMap<Pid, u32>,
+    /// A lock whose caller is lost stays pending, and is granted before the next one.
+    pub granted_late: bool,
+    /// The processes with such a lock.
+    pub late: Vec<Pid>,
     /// The container is killed by somebody else while it is dumped.
     pub killed_in_dump: bool,
     /// How many more calls are made before the operation is cut off.
@@ -108,6 +113,8 @@ impl World {
             ran: false,
             manifest: None,
             in_flight: BTreeMap::new(),
+            granted_late: false,
+            late: Vec::new(),
             killed_in_dump: false,
             calls_left: None,
             ranks: false,
@@ -202,7 +209,8 @@ impl World {
                 state.cuda.insert(process.id.pid, CudaState::Running);
                 state.processes.push(process);
             }
-            let fault = state.faults.iter_mut().find(|(name, _, left)| *name == call && *left > 0)?;
+            let fault =
+                state.faults.iter_mut().find(|(name, _, left)| *name == call && *left > 0)?;
             fault.2 -= 1;
             Some(fault.1)
         })
@@ -217,26 +225,48 @@ impl World {
         }
     }
 
-    fn act(&self, call: Call, name: &'static str, pids: &[Pid], from: CudaState, to: CudaState) -> Answers<()> {
+    fn act(
+        &self,
+        call: Call,
+        name: &'static str,
+        pids: &[Pid],
+        from: CudaState,
+        to: CudaState,
+    ) -> Answers<()> {
         let fault = if pids.is_empty() { None } else { self.note(name) };
         self.with(|state| {
             assert!(!state.frozen || pids.is_empty(), "{name} on a frozen process would hang");
             for pid in pids {
                 let driver_is_held = name == "lock"
-                    && state.held.iter().any(|t| t.pid == *pid && matches!(t.keep, Keep::RestoreThread(_) | Keep::None));
+                    && state.held.iter().any(|t| {
+                        t.pid == *pid && matches!(t.keep, Keep::RestoreThread(_) | Keep::None)
+                    });
                 assert!(!driver_is_held, "lock without cuda-EvtHandlr would hang");
+            }
+            if name == "lock" && !matches!(fault, Some(Fault::Crash)) {
+                for pid in std::mem::take(&mut state.late) {
+                    state.cuda.insert(pid, CudaState::Locked);
+                }
+            } else if name == "lock" && state.granted_late {
+                state.late = pids.to_vec();
             }
             pids.iter()
                 .map(|pid| {
                     let refused = |code| Err(DriverError::Refused { call, error: CudaError(code) });
-                    let works = !matches!(fault, Some(Fault::Error(_) | Fault::Hang | Fault::Crash | Fault::Lie));
-                    let Some(current) = state.cuda.get(pid).copied() else { return (*pid, refused(304)) };
+                    let works = !matches!(
+                        fault,
+                        Some(Fault::Error(_) | Fault::Hang | Fault::Crash | Fault::Lie)
+                    );
+                    let Some(current) = state.cuda.get(pid).copied() else {
+                        return (*pid, refused(304));
+                    };
                     let alone = state.ranks && name == "lock" && pids.len() < state.cuda.len();
-                    let waiting = name == "lock" && state.in_flight.get_mut(pid).is_some_and(|left| {
-                        let waits = *left > 0;
-                        *left = left.saturating_sub(1);
-                        waits
-                    });
+                    let waiting = name == "lock"
+                        && state.in_flight.get_mut(pid).is_some_and(|left| {
+                            let waits = *left > 0;
+                            *left = left.saturating_sub(1);
+                            waits
+                        });
                     let answer = if current != from {
                         refused(401)
                     } else if works && (alone || waiting) {
@@ -250,7 +280,9 @@ impl World {
                             Some(Fault::Hang | Fault::HangAfter) => {
                                 Err(DriverError::Deadline { call, after: Duration::ZERO })
                             }
-                            Some(Fault::Crash) => Err(DriverError::HelperLost { call, how: "signal: 11".into() }),
+                            Some(Fault::Crash) => {
+                                Err(DriverError::HelperLost { call, how: "signal: 11".into() })
+                            }
                             Some(Fault::Lie) | None => Ok(()),
                         }
                     };
@@ -279,7 +311,11 @@ impl Driver for World {
     fn facts(&mut self) -> Result<DriverFacts, DriverError> {
         match self.note("facts") {
             Some(_) => Err(DriverError::NoLibrary("searched".into())),
-            None => Ok(DriverFacts { cuda_version: 13000, driver_version: Some("580.1".into()), ..DriverFacts::default() }),
+            None => Ok(DriverFacts {
+                cuda_version: 13000,
+                driver_version: Some("580.1".into()),
+                ..DriverFacts::default()
+            }),
         }
     }
 
@@ -307,8 +343,12 @@ impl Driver for World {
                 .map(|pid| {
                     let answer = match (fault, state.cuda.get(pid)) {
                         (None, Some(found)) => Ok(*found),
-                        (None, None) => Err(DriverError::Refused { call: Call::State, error: CudaError(304) }),
-                        (Some(_), _) => Err(DriverError::Deadline { call: Call::State, after: Duration::ZERO }),
+                        (None, None) => {
+                            Err(DriverError::Refused { call: Call::State, error: CudaError(304) })
+                        }
+                        (Some(_), _) => {
+                            Err(DriverError::Deadline { call: Call::State, after: Duration::ZERO })
+                        }
                     };
                     (*pid, answer)
                 })
@@ -319,7 +359,10 @@ impl Driver for World {
     fn lock(&mut self, pids: &[Pid], timeout: Duration) -> Answers<()> {
         // The driver's own timeout passes where something is in flight.
         let answers = self.act(Call::Lock, "lock", pids, CudaState::Running, CudaState::Locked);
-        if answers.values().any(|a| a.as_ref().is_err_and(|e| e.code() == Some(CudaError::NOT_READY))) {
+        if answers
+            .values()
+            .any(|a| a.as_ref().is_err_and(|e| e.code() == Some(CudaError::NOT_READY)))
+        {
             std::thread::sleep(timeout.min(Duration::from_millis(50)));
         }
         answers
@@ -337,8 +380,14 @@ impl Driver for World {
         self.act(Call::Unlock, "unlock", pids, CudaState::Locked, CudaState::Running)
     }
 
-    fn usage(&mut self, _: &[Pid]) -> Option<BTreeMap<Pid, GpuUse>> {
-        None
+    fn usage(&mut self, pids: &[Pid]) -> Option<BTreeMap<Pid, GpuUse>> {
+        let used = GpuUse { gpus: vec![("GPU-0".to_owned(), Some(100))] };
+        Some(pids.iter().map(|pid| (*pid, used.clone())).collect())
+    }
+
+    fn free_memory(&mut self) -> Option<BTreeMap<String, u64>> {
+        let free = if self.note("free").is_some() { 0 } else { 1000 };
+        Some([("GPU-0".to_owned(), free)].into())
     }
 }
 

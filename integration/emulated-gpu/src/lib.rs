@@ -1,0 +1,53 @@
+//! An emulated `libcuda.so.1` and `libnvidia-ml.so.1` for machines without a GPU.
+//!
+//! It behaves as driver 580 was measured, the awkward parts included, so that
+//! tests fail where the real driver would fail:
+//!
+//! - `cuInit` starts the restore thread (named `cuda` and 11 digits), the first
+//!   context `cuda-EvtHandlr`. The restore thread does all checkpoint work, so a
+//!   frozen process answers nothing and no timeout fires. A lock needs both
+//!   threads, everything else the restore thread alone.
+//! - A restore that fails for want of memory is final: 304 from then on, also when
+//!   there is room again.
+//! - Device memory is not in the process. It is kept in files of the *store*
+//!   under the process's key: pid namespace and pid inside it. The key is
+//!   computed again at each use, since a CRIU restore changes it.
+//! - Requests and replies are plain files that are polled. A checkpointed
+//!   process holds no descriptor and no mapping of the device or the store.
+//! - Kernels are known by name ([`KERNELS`]): there is no PTX interpreter. A
+//!   module may name others, `cuModuleGetFunction` then says `NOT_FOUND`.
+//!
+//! # Settings
+//!
+//! | environment | meaning | default |
+//! |---|---|---|
+//! | `EMULATED_GPU_DIR` | the store | `/run/emulated-gpu` |
+//! | `EMULATED_GPU_DEVICE` | device node of every GPU | `/dev/nvidia<N>` |
+//!
+//! `STORE/config` and `STORE/faults` are described at [`settings`] and
+//! [`faults`]. A line that cannot be read is reported on stderr and makes the
+//! call return 999.
+
+mod abi_cuda;
+mod abi_nvml;
+mod caller;
+mod cuda_error;
+pub mod faults;
+mod kernels;
+mod mailbox;
+mod memory;
+mod ptx;
+mod raw;
+pub mod settings;
+mod store;
+mod target;
+
+pub use kernels::KERNELS;
+
+/// Comm of the thread that does the checkpoint work inside a CUDA process. The real
+/// driver's differs from process to process (seen: `cuda00001400006`,
+/// `cuda00001c00008`); only its beginning can be relied on.
+pub const RESTORE_THREAD: &str = "cuda00001400006";
+
+/// Comm of the second thread that a lock needs.
+pub const EVENT_THREAD: &str = "cuda-EvtHandlr";

@@ -1,0 +1,133 @@
+//! The tracer against real threads.
+#![allow(clippy::unwrap_used, missing_docs)]
+
+use std::time::Duration;
+
+use stasis_hooks::child::Program;
+use stasis_hooks::hold::{Hold, Keep, Target, Tracer};
+
+/// A child that shows whether it runs: it appends to a file all the time.
+struct Counting {
+    child: std::process::Child,
+    file: tempfile::NamedTempFile,
+}
+
+impl Counting {
+    fn start() -> Self {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        let script = format!("while :; do echo x >> {}; done", file.path().display());
+        let child = std::process::Command::new("sh").args(["-c", &script]).spawn().unwrap();
+        Self { child, file }
+    }
+
+    fn length(&self) -> u64 {
+        self.file.path().metadata().unwrap().len()
+    }
+
+    fn pid(&self) -> i32 {
+        i32::try_from(self.child.id()).unwrap()
+    }
+
+    fn grows(&self) -> bool {
+        let before = self.length();
+        for _ in 0..200 {
+            std::thread::sleep(Duration::from_millis(5));
+            if self.length() > before {
+                return true;
+            }
+        }
+        false
+    }
+
+    fn stands(&self) -> bool {
+        let before = self.length();
+        std::thread::sleep(Duration::from_millis(100));
+        self.length() == before
+    }
+}
+
+impl Drop for Counting {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+fn tracer() -> Tracer {
+    Tracer::new(Program::at(env!("CARGO_BIN_EXE_stasis-runc")))
+}
+
+#[test]
+fn a_held_process_stands_and_goes_on() {
+    let process = Counting::start();
+    assert!(process.grows());
+    let mut tracer = tracer();
+    tracer.hold(&[Target { pid: process.pid(), keep: Keep::None }]).unwrap();
+    tracer.settle().unwrap();
+    assert!(process.stands());
+    assert!(tracer.tracer().is_some());
+    tracer.hold(&[Target { pid: process.pid(), keep: Keep::All }]).unwrap();
+    assert!(process.grows());
+    tracer.hold(&[Target { pid: process.pid(), keep: Keep::None }]).unwrap();
+    tracer.settle().unwrap();
+    assert!(process.stands());
+    tracer.release();
+    assert!(process.grows());
+}
+
+#[test]
+fn a_dead_tracer_lets_go() {
+    let process = Counting::start();
+    let mut tracer = tracer();
+    tracer.hold(&[Target { pid: process.pid(), keep: Keep::None }]).unwrap();
+    tracer.settle().unwrap();
+    let pid = nix::unistd::Pid::from_raw(tracer.tracer().unwrap());
+    nix::sys::signal::kill(pid, nix::sys::signal::Signal::SIGKILL).unwrap();
+    assert!(process.grows());
+    assert!(tracer.settle().is_err());
+}
+
+#[test]
+fn a_held_process_can_be_killed_and_is_no_error() {
+    let mut process = Counting::start();
+    let mut tracer = tracer();
+    let target = [Target { pid: process.pid(), keep: Keep::None }];
+    tracer.hold(&target).unwrap();
+    tracer.settle().unwrap();
+    process.child.kill().unwrap();
+    process.child.wait().unwrap();
+    tracer.hold(&target).unwrap();
+    tracer.settle().unwrap();
+    tracer.hold(&[]).unwrap();
+}
+
+#[test]
+fn a_pending_signal_is_not_lost() {
+    // The trap writes a word; the signal arrives while the process is held.
+    let file = tempfile::NamedTempFile::new().unwrap();
+    let script =
+        format!("trap 'echo caught >> {}; exit' USR1; while :; do :; done", file.path().display());
+    let mut child = std::process::Command::new("sh").args(["-c", &script]).spawn().unwrap();
+    let pid = i32::try_from(child.id()).unwrap();
+    std::thread::sleep(Duration::from_millis(200));
+    let mut tracer = tracer();
+    tracer.hold(&[Target { pid, keep: Keep::None }]).unwrap();
+    tracer.settle().unwrap();
+    nix::sys::signal::kill(nix::unistd::Pid::from_raw(pid), nix::sys::signal::Signal::SIGUSR1)
+        .unwrap();
+    std::thread::sleep(Duration::from_millis(100));
+    assert_eq!(file.path().metadata().unwrap().len(), 0);
+    tracer.release();
+    child.wait().unwrap();
+    assert_eq!(std::fs::read_to_string(file.path()).unwrap(), "caught\n");
+}
+
+#[test]
+fn what_another_traces_is_named() {
+    let process = Counting::start();
+    let mut first = tracer();
+    let target = [Target { pid: process.pid(), keep: Keep::None }];
+    first.hold(&target).unwrap();
+    let error = tracer().hold(&target).unwrap_err().to_string();
+    assert!(error.contains(&format!("traced by pid {}", first.tracer().unwrap())), "{error}");
+}

@@ -1,0 +1,160 @@
+//! Every phase of a restore × every way in which it can fail.
+#![allow(clippy::unwrap_used, missing_docs)]
+
+mod common;
+
+use common::{Fault, World};
+use oci_spec::runtime::Spec;
+use stasis_config::{Manifest, manifest};
+use stasis_hooks::cuda::CudaState;
+use stasis_hooks::error::{Cause, Failure, Left};
+use stasis_hooks::processes::Processes;
+use stasis_hooks::restore::{Request, RestoreParts, restore};
+
+fn image(count: i32) -> Manifest {
+    Manifest {
+        version: manifest::VERSION,
+        driver: manifest::Driver { version: "580.1".into(), cuda: 13000 },
+        processes: (1..=count)
+            .map(|n| manifest::Process {
+                pid: n + 1,
+                command: format!("p{n}"),
+                order: u32::try_from(n).unwrap(),
+                ..manifest::Process::default()
+            })
+            .collect(),
+        ..Manifest::default()
+    }
+}
+
+fn spec(mounts: &str) -> Spec {
+    let text =
+        format!(r#"{{"ociVersion":"1.0.2","root":{{"path":"rootfs"}},"mounts":[{mounts}]}}"#);
+    serde_json::from_str(&text).unwrap()
+}
+
+/// As CRIU leaves it: running, each process CHECKPOINTED.
+fn restored(count: i32) -> World {
+    let world = World::new(count, false);
+    world.with(|state| {
+        for state in state.cuda.values_mut() {
+            *state = CudaState::Checkpointed;
+        }
+    });
+    world
+}
+
+fn run(world: &World, manifest: &Manifest, spec: &Spec) -> Result<(), Failure> {
+    let (mut driver, mut runtime, mut journal) = (world.clone(), world.clone(), world.clone());
+    let found = || {
+        let gone = world.with(|state| state.processes.is_empty());
+        if gone {
+            Err(Cause::Gone)
+        } else {
+            Ok((common::INIT, Box::new(world.clone()) as Box<dyn Processes>))
+        }
+    };
+    let mut parts = RestoreParts {
+        driver: &mut driver,
+        runtime: &mut runtime,
+        journal: &mut journal,
+        restored: &found,
+        interrupted: &|| world.with(|state| state.interrupted),
+    };
+    let request = Request {
+        container: "c1",
+        image: "/image".as_ref(),
+        manifest,
+        spec,
+        limits: World::limits(),
+    };
+    restore(&mut parts, &request)
+}
+
+#[test]
+fn it_has_started_only_when_its_cuda_works() {
+    let world = restored(3);
+    run(&world, &image(3), &spec("")).unwrap();
+    assert_eq!(world.states(), [CudaState::Running; 3]);
+    world.with(|state| assert!(state.entry.is_none()));
+    assert_eq!(world.log().iter().filter(|call| *call == "restore").count(), 1, "in parallel");
+}
+
+#[test]
+fn a_passing_lack_of_memory_is_waited_for() {
+    let world = restored(1).fault("restore", Fault::Error(2), 2);
+    run(&world, &image(1), &spec("")).unwrap();
+    assert_eq!(world.states(), [CudaState::Running]);
+}
+
+#[test]
+fn a_lost_caller_is_no_lost_operation() {
+    for fault in [Fault::HangAfter, Fault::Crash] {
+        for call in ["restore", "unlock"] {
+            let world = restored(1).fault(call, fault, 1);
+            run(&world, &image(1), &spec("")).unwrap();
+            assert_eq!(world.states(), [CudaState::Running], "{call} {fault:?}");
+        }
+    }
+}
+
+#[test]
+fn every_failure_leaves_nothing() {
+    let calls = ["runc-restore", "restore", "unlock", "states", "probe", "journal"];
+    for call in calls {
+        for fault in [Fault::Error(999), Fault::Hang, Fault::Lie] {
+            let world = restored(2).fault(call, fault, 99);
+            let failure = run(&world, &image(2), &spec("")).unwrap_err();
+            assert!(matches!(failure.left, Left::Removed), "{call}: {failure}");
+            world.with(|state| {
+                assert!(state.processes.is_empty(), "{call} left processes");
+                assert!(state.entry.is_none(), "{call}");
+                assert!(state.log.contains(&"delete".to_owned()), "{call}");
+            });
+        }
+    }
+}
+
+#[test]
+fn an_interrupted_restore_leaves_nothing() {
+    let world = restored(1);
+    world.with(|state| state.interrupted = true);
+    let failure = run(&world, &image(1), &spec("")).unwrap_err();
+    assert!(failure.to_string().contains("interrupted"));
+    assert!(world.with(|state| state.processes.is_empty()));
+}
+
+#[test]
+fn a_process_that_is_missing_is_named() {
+    let failure = run(&restored(1), &image(2), &spec("")).unwrap_err();
+    assert!(failure.to_string().contains("process 3 (p2)"), "{failure}");
+}
+
+#[test]
+fn what_the_new_container_is_not_given_is_refused_before_anything_runs() {
+    let mut manifest = image(1);
+    manifest.gpu_mounts = vec!["/usr/lib/libcuda.so.1".into()];
+    manifest.gpu_devices = vec!["/dev/nvidia0".into()];
+    let world = restored(1);
+    let failure = run(&world, &manifest, &spec("")).unwrap_err();
+    let text = failure.to_string();
+    assert!(text.contains("/usr/lib/libcuda.so.1, /dev/nvidia0"), "{text}");
+    assert!(matches!(failure.left, Left::Untouched));
+    assert!(!world.log().contains(&"runc-restore".to_owned()));
+}
+
+#[test]
+fn another_driver_is_refused() {
+    let mut manifest = image(1);
+    manifest.driver.version = "550.54".into();
+    let failure = run(&restored(1), &manifest, &spec("")).unwrap_err();
+    assert!(failure.to_string().contains("made with driver 550.54, and this host has 580.1"));
+}
+
+#[test]
+fn a_host_without_driver_is_refused() {
+    let world = restored(1).fault("facts", Fault::Error(1), 9);
+    let failure = run(&world, &image(1), &spec("")).unwrap_err();
+    assert!(failure.to_string().contains("libcuda"), "{failure}");
+    assert!(!world.log().contains(&"runc-restore".to_owned()));
+}
