@@ -133,6 +133,7 @@ fn dump(
 ) -> Result<(), Cause> {
     crate::suspend::interruptible(parts)?;
     progress.enter(Phase::CriuDump);
+    parts.image.begin()?;
     let by_criu = matches!(request.after, After::Exit { by_criu: true });
     parts.runtime.dump(!by_criu)?;
     // CRIU thaws for its work and freezes again; where a version of it does not, this does.

@@ -11,9 +11,12 @@ use crate::error::Cause;
 
 /// The image of a checkpoint.
 pub trait Image {
-    /// Makes the directory ready: it exists, can be written, and has no manifest of an earlier
-    /// checkpoint, so that a dump that fails half-way cannot be taken for whole.
+    /// Makes the directory ready: it exists and can be written. An earlier image in it is still
+    /// whole afterwards.
     fn prepare(&mut self) -> Result<(), Cause>;
+    /// The dump begins: the manifest of an earlier checkpoint is removed, so that a dump that fails
+    /// half-way cannot be taken for whole.
+    fn begin(&mut self) -> Result<(), Cause>;
     /// Returns once all that CRIU wrote is on the disk.
     fn sync(&mut self) -> Result<(), Cause>;
     /// Writes the manifest, last of all.
@@ -45,11 +48,11 @@ impl Image for ImageDirectory {
             .mode(0o700)
             .create(&self.0)
             .map_err(|error| self.error("cannot be created", &error))?;
-        Manifest::remove(&self.0)?;
         // Told now and not after minutes of copying: a full or read-only file system.
         let probe = self.0.join(".stasis-probe");
         let written = OpenOptions::new()
-            .create_new(true)
+            .create(true)
+            .truncate(true)
             .write(true)
             .mode(0o600)
             .custom_flags(nix::libc::O_NOFOLLOW)
@@ -57,6 +60,10 @@ impl Image for ImageDirectory {
             .and_then(|mut file| io::Write::write_all(&mut file, &[0; 4096]));
         let removed = fs::remove_file(&probe);
         written.and(removed).map_err(|error| self.error("cannot be written", &error))
+    }
+
+    fn begin(&mut self) -> Result<(), Cause> {
+        Ok(Manifest::remove(&self.0)?)
     }
 
     fn sync(&mut self) -> Result<(), Cause> {
@@ -176,13 +183,15 @@ mod tests {
     }
 
     #[test]
-    fn preparing_removes_an_old_manifest_and_leaves_nothing() {
+    fn an_old_manifest_goes_when_the_dump_begins_and_not_before() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("a/b");
         let mut image = ImageDirectory::new(path.clone());
         image.prepare().unwrap();
         fs::write(path.join(stasis_config::MANIFEST_FILE), "{}").unwrap();
         image.prepare().unwrap();
+        assert!(path.join(stasis_config::MANIFEST_FILE).exists());
+        image.begin().unwrap();
         image.sync().unwrap();
         assert_eq!(fs::read_dir(&path).unwrap().count(), 0);
     }

@@ -210,6 +210,7 @@ fn every_failure_ends_where_the_caller_began() {
         ("freeze", &tool),
         ("dump", &tool),
         ("prepare", &tool),
+        ("begin", &tool),
         ("sync", &tool),
         ("finish", &tool),
         ("journal", &tool),

@@ -38,7 +38,7 @@ impl Fake {
     /// A host on which everything is as it should be. The outputs were captured on Debian 13.
     pub(super) fn good() -> Self {
         let fake = Self::empty()
-            .command("criu --version", 0, "Version: 4.1.1\n", "")
+            .command("criu --version", 0, "Version: 4.2.1\n", "")
             .command("criu check", 0, "Looks good.\n", "")
             .command("runc --version", 0, super::tools::tests::RUNC, "")
             .command("tar --version", 0, "tar (GNU tar) 1.35\nCopyright (C) 2023\n", "")

@@ -24,8 +24,13 @@ const OLDEST_RUNC: Version = Version::of(1, 1);
 /// Below it CRIU lacks what runc asks for; from it on it depends on the kernel.
 const OLDEST_CRIU: Version = Version::of(3, 17);
 const GOOD_CRIU: Version = Version::of(4, 0);
+/// Kernels from here on refuse `getsockopt(SO_PASSCRED)` for internet sockets, which older CRIUs ask
+/// for (criu#2705; 4.1.1 seen failing on 6.18).
+const SOCKETS_KERNEL: Version = Version::of(6, 16);
+/// The first CRIU that does not ask.
+const SOCKETS_CRIU: Version = Version::of(4, 2);
 
-const UPDATE_CRIU: &str = "install CRIU 4.1.1 or later";
+const UPDATE_CRIU: &str = "install CRIU 4.2 or later";
 
 /// Runs a program that is asked for one thing, and says what went wrong in a sentence.
 fn ask(
@@ -134,6 +139,17 @@ pub(super) fn criu(host: &dyn Host) -> Finding {
                  6.18)"
             ))
             .remedy(UPDATE_CRIU),
+        Some(version)
+            if version < SOCKETS_CRIU
+                && Version::parse(&host.kernel())
+                    .is_some_and(|kernel| kernel >= SOCKETS_KERNEL) =>
+        {
+            CRIU.warning(format!(
+                "{version} at {path}: on kernels from {SOCKETS_KERNEL} on only CRIU from \
+                 {SOCKETS_CRIU} on can dump a process with an internet socket (criu#2705)"
+            ))
+            .remedy(UPDATE_CRIU)
+        }
         Some(version) => CRIU.ok(format!("{version} at {path}")),
         None => CRIU
             .error(format!(
@@ -174,7 +190,7 @@ pub(super) fn criu_check(host: &dyn Host, criu: &Finding) -> Finding {
     } else if criu.level == Level::Ok {
         "see https://criu.org/Linux_kernel for what the kernel needs"
     } else {
-        "install CRIU 4.1.1 or later, which knows newer kernels"
+        "install CRIU 4.2 or later, which knows newer kernels"
     };
     CRIU_CHECK.error(said).remedy(remedy)
 }
@@ -424,9 +440,24 @@ Error (criu/crtools.c:260): Could not initialize kernel features detection.
     }
 
     #[test]
+    fn sockets_need_a_newer_criu_on_newer_kernels() {
+        let of = |kernel: &str, version: &str| {
+            let mut host = Fake::empty().command("criu --version", 0, version, "");
+            host.kernel = kernel.to_owned();
+            said(&criu(&host))
+        };
+        assert_eq!(of("6.15.9", "Version: 4.1.1\n"), "ok 4.1.1 at /usr/bin/criu");
+        assert_eq!(of("6.16.0", "Version: 4.2.1\n"), "ok 4.2.1 at /usr/bin/criu");
+        assert!(of("6.16.0", "Version: 4.1.1\n").starts_with("warning 4.1.1 "));
+    }
+
+    #[test]
     fn criu_must_be_new_enough() {
-        let of =
-            |stdout: &str| said(&criu(&Fake::empty().command("criu --version", 0, stdout, "")));
+        let of = |stdout: &str| {
+            let mut host = Fake::empty().command("criu --version", 0, stdout, "");
+            host.kernel = "6.12.0".to_owned();
+            said(&criu(&host))
+        };
         assert_eq!(of("Version: 4.1.1\n"), "ok 4.1.1 at /usr/bin/criu");
         assert_eq!(of("Version: 4.2\nGitID: v4.2-15-gdeadbee\n"), "ok 4.2 at /usr/bin/criu");
         assert_eq!(of("Version: 4.0\n"), "ok 4.0 at /usr/bin/criu");
@@ -456,7 +487,7 @@ Error (criu/crtools.c:260): Could not initialize kernel features detection.
 
     #[test]
     fn criu_check_is_believed() {
-        let new = "Version: 4.1.1\n";
+        let new = "Version: 4.2\n";
         let old = "Version: 3.17.1\n";
         assert_eq!(said(&check_of(new, 0, "Looks good.\n", "")), "ok looks good");
         let warn = "Warn  (criu/autofs.c:99): Failed to find pipe_ino option (old kernel?)\n";
@@ -469,7 +500,7 @@ Error (criu/crtools.c:260): Could not initialize kernel features detection.
              kerndat_vdso_fill_symtable failed when initializing kerndat.; Could not initialize \
              kernel features detection."
         );
-        assert!(finding.remedy.unwrap().starts_with("install CRIU 4.1.1"));
+        assert!(finding.remedy.unwrap().starts_with("install CRIU 4.2"));
 
         let finding = check_of(new, 1, "", CHECK_CHROOT);
         assert_eq!(said(&finding), "error mnt: No parent found for mountpoint 109 (@./run)");

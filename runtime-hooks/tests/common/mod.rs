@@ -527,6 +527,10 @@ impl Image for World {
         if self.note("prepare").is_some() { Err(image_error()) } else { Ok(()) }
     }
 
+    fn begin(&mut self) -> Result<(), Cause> {
+        if self.note("begin").is_some() { Err(image_error()) } else { Ok(()) }
+    }
+
     fn sync(&mut self) -> Result<(), Cause> {
         if self.note("sync").is_some() { Err(image_error()) } else { Ok(()) }
     }
