@@ -70,6 +70,8 @@ pub struct Helper {
     process: Child,
     received: Vec<u8>,
     errors: File,
+    /// It was told to end by itself.
+    left: bool,
 }
 
 impl Helper {
@@ -91,7 +93,7 @@ impl Helper {
             .process_group(0);
         sys::close_other_descriptors(&mut command);
         let process = command.spawn()?;
-        Ok(Self { process, received: Vec::new(), errors })
+        Ok(Self { process, received: Vec::new(), errors, left: false })
     }
 
     /// The helper's pid.
@@ -158,6 +160,12 @@ impl Helper {
         }
     }
 
+    /// Closes the pipe; the helper ends by itself.
+    pub fn leave(mut self) {
+        drop(self.process.stdin.take());
+        self.left = true;
+    }
+
     /// Kills the helper and returns how it ended: its status, if it had ended by itself, and what
     /// it wrote on standard error.
     fn end(&mut self) -> String {
@@ -202,6 +210,8 @@ impl Helper {
 
 impl Drop for Helper {
     fn drop(&mut self) {
-        self.kill();
+        if !self.left {
+            self.kill();
+        }
     }
 }

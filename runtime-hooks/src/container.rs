@@ -3,7 +3,7 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use serde::Deserialize;
+use serde::{Deserialize, Serialize};
 
 use crate::processes::{Pid, ProcessId, start_time};
 
@@ -21,7 +21,7 @@ pub struct Container {
 }
 
 /// A directory in a mounted cgroup hierarchy that has a freezer.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Cgroup {
     /// The hierarchy.
     pub version: CgroupVersion,
@@ -30,7 +30,7 @@ pub struct Cgroup {
 }
 
 /// Which freezer.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum CgroupVersion {
     /// `freezer.state` of the v1 freezer hierarchy. On a hybrid host this one is used.
     V1,

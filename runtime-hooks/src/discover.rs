@@ -1,6 +1,8 @@
 //! Which processes of the container use CUDA, and whether they can be checkpointed at all.
 //! Nothing is touched here, and all of it works on a frozen container.
 
+use std::time::{Duration, Instant};
+
 use stasis_config::Annotations;
 
 use crate::cuda::{DriverError, GpuUse};
@@ -13,6 +15,24 @@ use crate::processes::{Pid, Process};
 /// The driver is asked only when a process maps libcuda or has an NVIDIA device open, so a
 /// container without CUDA costs no helper.
 pub fn discover(parts: &mut Parts<'_>) -> Result<Vec<CudaProcess>, Cause> {
+    let deadline = Instant::now() + STARTING;
+    loop {
+        match look(parts) {
+            // It may be in the middle of cuInit, which opens the device first.
+            Err(Cause::DeviceHolder { .. })
+                if Instant::now() < deadline && !parts.freezer.frozen()? =>
+            {
+                std::thread::sleep(Duration::from_millis(50));
+            }
+            other => return other,
+        }
+    }
+}
+
+/// How long a process may take to get from opening the device to having CUDA.
+const STARTING: Duration = Duration::from_secs(1);
+
+fn look(parts: &mut Parts<'_>) -> Result<Vec<CudaProcess>, Cause> {
     let all = parts.processes.list()?;
     let candidates: Vec<&Process> = all.iter().filter(|process| process.is_candidate()).collect();
     if candidates.is_empty() {

@@ -128,7 +128,8 @@ pub enum Cause {
     /// It holds the GPU and is not CUDA's.
     #[error(
         "{who}: has {} open but no CUDA that could be checkpointed (it uses NVML or graphics only, \
-         or was forked by a CUDA process); CRIU cannot dump it: end it, or have it close the device",
+         or was forked by a CUDA process, or is just starting); CRIU cannot dump it: end it, have it \
+         close the device, or try again",
         devices.join(", ")
     )]
     DeviceHolder {

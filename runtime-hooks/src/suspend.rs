@@ -23,9 +23,9 @@ use crate::processes::{Pid, Processes};
 
 /// How long a state may take to be told when no long operation is under way.
 pub(crate) const STATE: Duration = Duration::from_secs(30);
-/// The first attempt to lock. A short one: where processes wait for each other, a failed attempt
-/// has to be given up by all before the next can succeed.
-const FIRST_ATTEMPT: Duration = Duration::from_secs(2);
+/// The first attempt to lock; the next ones get twice as long each. Short, because where processes
+/// wait for each other a failed attempt has to be given up by all before the next can succeed.
+const FIRST_ATTEMPT: Duration = Duration::from_millis(250);
 /// Between two attempts, so that the processes get on with what they wait for.
 const PAUSE: Duration = Duration::from_millis(20);
 
@@ -237,18 +237,12 @@ fn lock_all(
         check(parts.processes, answers, cuda)?;
         if entry.frozen {
             // A thread inside a synchronising CUDA call has to come out of it before the driver
-            // can lock. Only the processes that were not ready run, and only for that.
-            let waits = pids(&not_ready.into_iter().cloned().collect::<Vec<_>>());
-            hold_all(parts, cuda, |process| {
-                if waits.contains(&process.pid()) {
-                    Keep::All
-                } else {
-                    Keep::Driver(process.restore_thread)
-                }
-            })?;
+            // can lock, and what it waits for may be the other ranks' next call. So the processes
+            // with CUDA run, those without stand still, until the locks are granted.
+            hold_all(parts, cuda, |_| Keep::All)?;
         }
         std::thread::sleep(PAUSE);
-        timeout = (timeout * 2).max(FIRST_ATTEMPT);
+        timeout *= 2;
     }
 }
 

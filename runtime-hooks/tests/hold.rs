@@ -4,6 +4,7 @@
 use std::time::Duration;
 
 use stasis_hooks::child::Program;
+use stasis_hooks::container::{Cgroup, CgroupVersion};
 use stasis_hooks::hold::{Hold, Keep, Target, Tracer};
 
 /// A child that shows whether it runs: it appends to a file all the time.
@@ -54,7 +55,7 @@ impl Drop for Counting {
 }
 
 fn tracer() -> Tracer {
-    Tracer::new(Program::at(env!("CARGO_BIN_EXE_stasis-runc")))
+    Tracer::new(Program::at(env!("CARGO_BIN_EXE_stasis-runc")), None)
 }
 
 #[test]
@@ -130,4 +131,46 @@ fn what_another_traces_is_named() {
     first.hold(&target).unwrap();
     let error = tracer().hold(&target).unwrap_err().to_string();
     assert!(error.contains(&format!("traced by pid {}", first.tracer().unwrap())), "{error}");
+}
+
+#[test]
+fn what_was_frozen_is_frozen_again_when_the_client_is_lost() {
+    let directory = tempfile::tempdir().unwrap();
+    let freeze = directory.path().join("cgroup.freeze");
+    std::fs::write(directory.path().join("cgroup.events"), "populated 1\nfrozen 1\n").unwrap();
+    let cgroup = Cgroup { version: CgroupVersion::V2, directory: directory.path().to_owned() };
+    let tracer =
+        || Tracer::new(Program::at(env!("CARGO_BIN_EXE_stasis-runc")), Some(cgroup.clone()));
+    let process = Counting::start();
+    let target = [Target { pid: process.pid(), keep: Keep::None }];
+
+    // Held while it was frozen, thawed, and lost in the middle.
+    std::fs::write(&freeze, "1").unwrap();
+    let mut lost = tracer();
+    lost.hold(&target).unwrap();
+    std::fs::write(&freeze, "0").unwrap();
+    lost.settle().unwrap();
+    drop(lost);
+    for _ in 0..500 {
+        if std::fs::read_to_string(&freeze).unwrap() == "1" {
+            break;
+        }
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    assert_eq!(std::fs::read_to_string(&freeze).unwrap(), "1");
+
+    // Released in order, or never frozen: nothing is frozen.
+    for frozen in ["0", "1"] {
+        std::fs::write(&freeze, frozen).unwrap();
+        let mut kept = tracer();
+        kept.hold(&target).unwrap();
+        std::fs::write(&freeze, "0").unwrap();
+        kept.settle().unwrap();
+        if frozen == "1" {
+            kept.release();
+        }
+        drop(kept);
+        std::thread::sleep(Duration::from_millis(300));
+        assert_eq!(std::fs::read_to_string(&freeze).unwrap(), "0");
+    }
 }

@@ -5,6 +5,8 @@ use std::time::{Duration, Instant};
 use super::tracer::{Reply, Request};
 use super::{HELPER_SUBCOMMAND, Hold, HoldError, Target};
 use crate::child::{Helper, Lost, Program};
+use crate::container::Cgroup;
+use crate::freezer::Freezer;
 use crate::processes::Pid;
 
 /// How long a thread may take to return from the kernel.
@@ -16,14 +18,23 @@ const GRACE: Duration = Duration::from_secs(5);
 #[derive(Debug)]
 pub struct Tracer {
     program: Program,
+    cgroup: Option<Cgroup>,
     running: Option<Helper>,
+    /// The container was frozen when the holding began.
+    frozen: bool,
 }
 
 impl Tracer {
-    /// Nothing is started yet.
+    /// Nothing is started yet. `cgroup` is frozen again if this process is lost while it holds
+    /// what was frozen.
     #[must_use]
-    pub fn new(program: Program) -> Self {
-        Self { program, running: None }
+    pub fn new(program: Program, cgroup: Option<Cgroup>) -> Self {
+        Self { program, cgroup, running: None, frozen: false }
+    }
+
+    fn request(&self, targets: &[Target]) -> Request {
+        let freeze_if_lost = self.cgroup.clone().filter(|_| self.frozen);
+        Request::Hold { targets: targets.to_vec(), freeze_if_lost }
     }
 
     fn ask(&mut self, request: &Request) -> Result<(), HoldError> {
@@ -52,9 +63,22 @@ impl Tracer {
     }
 }
 
+impl Drop for Tracer {
+    fn drop(&mut self) {
+        // Not killed: it may have to freeze first.
+        if let Some(helper) = self.running.take() {
+            helper.leave();
+        }
+    }
+}
+
 impl Hold for Tracer {
     fn hold(&mut self, targets: &[Target]) -> Result<(), HoldError> {
-        self.ask(&Request::Hold(targets.to_vec()))
+        if self.running.is_none() {
+            self.frozen =
+                self.cgroup.as_ref().is_some_and(|cgroup| cgroup.frozen().unwrap_or(true));
+        }
+        self.ask(&self.request(targets))
     }
 
     fn settle(&mut self) -> Result<(), HoldError> {
@@ -66,7 +90,7 @@ impl Hold for Tracer {
         if self.running.is_none() {
             return;
         }
-        if let Err(error) = self.ask(&Request::Hold(Vec::new())) {
+        if let Err(error) = self.ask(&self.request(&[])) {
             // The kernel lets all threads of a dead tracer go.
             tracing::debug!(%error, "threads are let go by ending the tracer");
         }

@@ -5,7 +5,8 @@
 //! held by ptrace, thawed, locked and checkpointed, frozen again and let go (measured to work on
 //! both cgroup versions). The tracer is a helper process of its own (hidden subcommand
 //! [`HELPER_SUBCOMMAND`]): a driver helper that is killed at its deadline does not let go of the
-//! threads, and when the tracer dies the kernel lets them go.
+//! threads, and when the tracer dies the kernel lets them go. When its client is lost it freezes
+//! first what was frozen.
 
 mod client;
 pub mod tracer;

@@ -17,7 +17,8 @@ use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use serde::{Deserialize, Serialize};
 
 use super::{DRIVER_THREADS, Keep, Target};
-use crate::child;
+use crate::container::Cgroup;
+use crate::freezer::Freezer;
 use crate::processes::Pid;
 use crate::sys::{self, Waited};
 
@@ -25,8 +26,15 @@ use crate::sys::{self, Waited};
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub(super) enum Request {
-    Hold(Vec<Target>),
-    Settle { milliseconds: u64 },
+    Hold {
+        targets: Vec<Target>,
+        /// What to freeze if the client is lost while threads are held: the container was frozen,
+        /// and nobody has asked for anything else.
+        freeze_if_lost: Option<Cgroup>,
+    },
+    Settle {
+        milliseconds: u64,
+    },
 }
 
 /// The answer to each.
@@ -39,11 +47,10 @@ pub(super) enum Reply {
 }
 
 /// Serves until the client closes the pipe; then the kernel lets all threads go.
+///
+/// It does not die with its parent: a paused container whose checkpoint was killed would run on.
 #[must_use]
 pub fn serve() -> ExitCode {
-    if child::die_with_parent().is_err() {
-        return ExitCode::FAILURE;
-    }
     let mut held = Held::default();
     let mut input = io::stdin().lock();
     let mut line = String::new();
@@ -55,12 +62,14 @@ pub fn serve() -> ExitCode {
         }
         line.clear();
         match input.read_line(&mut line) {
-            Ok(0) => return ExitCode::SUCCESS,
-            Ok(_) => {}
-            Err(_) => return ExitCode::FAILURE,
+            Ok(1..) => {}
+            Ok(0) | Err(_) => return held.lost(),
         }
         let reply = match serde_json::from_str(&line) {
-            Ok(Request::Hold(targets)) => held.hold(targets),
+            Ok(Request::Hold { targets, freeze_if_lost }) => {
+                held.freeze_if_lost = freeze_if_lost.filter(|_| !targets.is_empty());
+                held.hold(targets)
+            }
             Ok(Request::Settle { milliseconds }) => {
                 held.settle(Duration::from_millis(milliseconds))
             }
@@ -73,7 +82,7 @@ pub fn serve() -> ExitCode {
         answer.push(b'\n');
         let mut output = io::stdout().lock();
         if output.write_all(&answer).and_then(|()| output.flush()).is_err() {
-            return ExitCode::FAILURE;
+            return held.lost();
         }
     }
 }
@@ -99,9 +108,20 @@ enum Thread {
 struct Held {
     targets: Vec<Target>,
     threads: BTreeMap<Pid, Thread>,
+    freeze_if_lost: Option<Cgroup>,
 }
 
 impl Held {
+    /// The client is gone. With this process the holds end.
+    fn lost(&self) -> ExitCode {
+        if let Some(cgroup) = &self.freeze_if_lost
+            && cgroup.freeze().is_err()
+        {
+            return ExitCode::FAILURE;
+        }
+        ExitCode::SUCCESS
+    }
+
     fn hold(&mut self, targets: Vec<Target>) -> Reply {
         self.targets = targets;
         if let Err(reply) = self.seize_new() {

@@ -40,7 +40,6 @@ pub(super) fn checkpoint(context: &Context<'_>) -> anyhow::Result<ExitCode> {
         }
         Err(error) => return Err(untouched(context, "checkpoint", error.into())),
     };
-    interrupt::listen()?;
     let journal = context.journal();
     let _lock = journal
         .lock(LOCK_PATIENCE)
@@ -57,6 +56,8 @@ pub(super) fn checkpoint(context: &Context<'_>) -> anyhow::Result<ExitCode> {
         drop(world);
         return without_cuda(context, "checkpoint", &tools);
     }
+    // Not before: a runtime that is executed in our place finds the signals as the caller set them.
+    interrupt::listen()?;
     if let Some(option) = checkpoint::refused_option(&arguments) {
         return Err(untouched(context, "checkpoint", Cause::Option(option)));
     }
@@ -263,7 +264,7 @@ impl Tools {
         };
         Ok(Self {
             driver: HelperDriver::new(Program::this(), &config.cuda),
-            hold: Tracer::new(Program::this()),
+            hold: Tracer::new(Program::this(), None),
             runc,
             journal,
             image: ImageDirectory::new(PathBuf::new()),
@@ -298,6 +299,7 @@ struct World<'a> {
 impl<'a> World<'a> {
     fn of(container: &Container, tools: &'a mut Tools) -> Result<Self, Cause> {
         let processes = CgroupProcesses::new(&container.cgroup.directory, container.init.pid)?;
+        tools.hold = Tracer::new(Program::this(), Some(container.cgroup.clone()));
         Ok(Self { container: container.clone(), processes, tools })
     }
 
