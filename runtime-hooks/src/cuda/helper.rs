@@ -8,12 +8,15 @@ use std::io::{self, BufRead, Write};
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::sync::Mutex;
+use std::time::Duration;
 
 use super::ffi::Api;
 use super::nvml::Monitor;
 use super::protocol::{Reply, Request};
+use super::together::Together;
 use super::{Call, DriverFacts, search};
 use crate::child;
+use crate::processes::Pid;
 
 /// Serves until the client closes the pipe.
 #[must_use]
@@ -108,26 +111,36 @@ impl Loaded {
         Reply::FreeMemory(self.nvml.as_ref().and_then(|nvml| nvml.free_memory().ok()))
     }
 
-    /// A thread for each process, so that ranks that wait for each other are locked together.
+    /// A thread for each process. Answers are sent as the calls come back.
     fn call_for_all(&self, request: &Request, output: &Mutex<io::Stdout>) -> io::Result<()> {
+        let timeout = Duration::from_millis(request.timeout_ms.into());
+        let together = Together::new(request.pids.len(), timeout);
         std::thread::scope(|scope| {
             let calls: Vec<_> = request
                 .pids
                 .iter()
                 .map(|&pid| {
-                    scope.spawn(move || {
-                        let reply = match self.api.call(request.call, pid, request.timeout_ms) {
-                            Some((code, value)) => Reply::Answer { pid, code, value },
-                            None => Reply::Unsupported { pid },
-                        };
-                        send(output, &reply)
-                    })
+                    let together = &together;
+                    scope.spawn(move || send(output, &self.call(request.call, pid, together)))
                 })
                 .collect();
             calls.into_iter().try_for_each(|call| {
                 call.join().unwrap_or_else(|_| Err(io::Error::other("a call panicked")))
             })
         })
+    }
+
+    fn call(&self, call: Call, pid: Pid, together: &Together) -> Reply {
+        if call == Call::Lock && self.api.missing().is_empty() {
+            let code =
+                |call, timeout| self.api.call(call, pid, timeout).map_or(-1, |(code, _)| code);
+            let code = together.lock(|timeout| code(Call::Lock, timeout), || code(Call::Unlock, 0));
+            return Reply::Answer { pid, code, value: 0 };
+        }
+        match self.api.call(call, pid, 0) {
+            Some((code, value)) => Reply::Answer { pid, code, value },
+            None => Reply::Unsupported { pid },
+        }
     }
 }
 

@@ -13,6 +13,7 @@ pub mod helper;
 mod nvml;
 mod protocol;
 pub mod search;
+mod together;
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -272,7 +273,8 @@ pub trait Driver {
     /// also one whose caller was killed, so `limit` should be that of the operation.
     fn states(&mut self, pids: &[Pid], limit: Duration) -> Answers<CudaState>;
 
-    /// Locks all at the same moment, giving the driver `timeout` for each.
+    /// Locks all together, within `timeout`. One that is granted while others are not is unlocked
+    /// for moments, in which it launches what they may be waiting for.
     fn lock(&mut self, pids: &[Pid], timeout: Duration) -> Answers<()>;
 
     /// Checkpoints all at the same moment.
