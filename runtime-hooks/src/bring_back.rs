@@ -8,11 +8,10 @@ use std::time::{Duration, Instant};
 use crate::discover::probe;
 use crate::error::{Cause, Failure, Left, Phase};
 use crate::give_back;
-use crate::hold::Keep;
 use crate::journal::Entry;
 use crate::parts::{CudaProcess, Limits, Parts};
 use crate::processes::Process;
-use crate::suspend::hold_all;
+use crate::suspend::driver_runs;
 
 /// How long CRIU may need to let go of the container after its runtime was killed.
 const LET_GO: Duration = Duration::from_secs(60);
@@ -72,7 +71,7 @@ fn attempt(
     if !cuda.is_empty() {
         let hold = frozen || goal == Goal::Paused;
         if hold {
-            hold_all(parts, &cuda, |process| Keep::Driver(process.restore_thread))?;
+            parts.holding().all(&cuda, driver_runs)?;
         } else {
             parts.hold.release();
         }

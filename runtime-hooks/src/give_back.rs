@@ -21,7 +21,7 @@ const ATTEMPTS: u32 = 3;
 pub(crate) fn outlast_lost_locks(driver: &mut dyn Driver, cuda: &[CudaProcess], timeout: Duration) {
     let running: Vec<CudaProcess> =
         cuda.iter().filter(|process| process.found == Some(CudaState::Running)).cloned().collect();
-    for (pid, answer) in driver.lock(&pids(&running), timeout) {
+    for (pid, answer) in driver.lock(&pids(&running), timeout, &mut || {}) {
         if let Err(error) = answer
             && error.code() != Some(CudaError::ILLEGAL_STATE)
         {

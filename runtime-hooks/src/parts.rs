@@ -4,7 +4,7 @@
 use std::time::{Duration, Instant};
 
 use crate::cuda::{CudaState, Driver, GpuUse};
-use crate::error::{Phase, Who};
+use crate::error::{Cause, Phase, Who};
 use crate::freezer::Freezer;
 use crate::hold::{Hold, Keep, Target};
 use crate::image::Image;
@@ -93,20 +93,47 @@ pub(crate) fn pids(processes: &[CudaProcess]) -> Vec<Pid> {
     processes.iter().map(CudaProcess::pid).collect()
 }
 
-/// What to hold so that of all the container's code only the driver's runs: of the processes
-/// with CUDA all but what `keep` says, of the others everything.
-pub(crate) fn targets(
-    all: &[Process],
-    cuda: &[CudaProcess],
-    keep: impl Fn(&CudaProcess) -> Keep,
-) -> Vec<Target> {
-    all.iter()
-        .map(|process| {
-            let pid = process.id.pid;
-            let cuda = cuda.iter().find(|cuda| cuda.pid() == pid);
-            Target { pid, keep: cuda.map_or(Keep::None, &keep) }
-        })
-        .collect()
+impl Parts<'_> {
+    /// What is needed to hold threads.
+    pub(crate) fn holding(&mut self) -> Holding<'_> {
+        Holding { hold: &mut *self.hold, processes: self.processes, freezer: self.freezer }
+    }
+}
+
+/// What is needed to hold the threads of all of the container's processes.
+pub(crate) struct Holding<'a> {
+    pub(crate) hold: &'a mut dyn Hold,
+    pub(crate) processes: &'a dyn Processes,
+    pub(crate) freezer: &'a dyn Freezer,
+}
+
+impl Holding<'_> {
+    /// Makes of the processes with CUDA run what `keep` says, and of the others nothing. Asks until
+    /// no process is born any more; in a frozen container none is, and none comes to its stop
+    /// before it is thawed.
+    pub(crate) fn all(
+        &mut self,
+        cuda: &[CudaProcess],
+        keep: impl Fn(&CudaProcess) -> Keep,
+    ) -> Result<(), Cause> {
+        let mut held = Vec::new();
+        loop {
+            let target = |process: Process| {
+                let pid = process.id.pid;
+                let cuda = cuda.iter().find(|cuda| cuda.pid() == pid);
+                Target { pid, keep: cuda.map_or(Keep::None, &keep) }
+            };
+            let targets: Vec<Target> = self.processes.list()?.into_iter().map(target).collect();
+            if targets == held {
+                return Ok(());
+            }
+            self.hold.hold(&targets)?;
+            held = targets;
+            if !self.freezer.frozen()? {
+                self.hold.settle()?;
+            }
+        }
+    }
 }
 
 /// Which phase is under way, and how long the earlier ones took.

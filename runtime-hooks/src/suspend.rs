@@ -18,14 +18,15 @@ use crate::discover::{find_uses, gate, newcomers};
 use crate::error::{Cause, Phase};
 use crate::hold::Keep;
 use crate::journal::{Entry, Noted};
-use crate::parts::{CudaProcess, Limits, Parts, Progress, pids, targets};
+use crate::parts::{CudaProcess, Holding, Limits, Parts, Progress, pids};
 use crate::processes::{Pid, Processes};
 
 /// How long a state may take to be told when no long operation is under way.
 pub(crate) const STATE: Duration = Duration::from_secs(30);
-/// The first attempt to lock; the next ones get twice as long each. Short, because where processes
-/// wait for each other a failed attempt has to be given up by all before the next can succeed.
-const FIRST_ATTEMPT: Duration = Duration::from_millis(250);
+/// The first attempt to lock; the next ones get twice as long each. Not all the time at once, so
+/// that an interrupt is heard, and that processes that keep each other from being ready in a way
+/// that nobody thought of get on in between.
+const FIRST_ATTEMPT: Duration = Duration::from_secs(2);
 /// Between two attempts, so that the processes get on with what they wait for.
 const PAUSE: Duration = Duration::from_millis(20);
 
@@ -43,7 +44,7 @@ pub fn suspend(
         // A frozen process answers no driver call: the freezer is replaced by ptrace, which
         // leaves the driver's threads alone.
         progress.enter(Phase::Hold);
-        hold_all(parts, cuda, |process| Keep::Driver(process.restore_thread))?;
+        parts.holding().all(cuda, driver_runs)?;
         parts.freezer.thaw()?;
         parts.hold.settle()?;
     }
@@ -55,7 +56,7 @@ pub fn suspend(
         let new = newcomers(parts, cuda)?;
         if new.is_empty() {
             progress.enter(Phase::Hold);
-            hold_all(parts, cuda, |process| Keep::RestoreThread(process.restore_thread))?;
+            parts.holding().all(cuda, restore_thread_runs)?;
             parts.hold.settle()?;
             // From here on none can start CUDA; one that did just before is found now.
             let late = newcomers(parts, cuda)?;
@@ -63,7 +64,7 @@ pub fn suspend(
                 break;
             }
             if entry.frozen {
-                hold_all(parts, cuda, |process| Keep::Driver(process.restore_thread))?;
+                parts.holding().all(cuda, driver_runs)?;
                 parts.hold.settle()?;
             } else {
                 parts.hold.release();
@@ -98,27 +99,6 @@ pub fn suspend(
 /// An error if the caller wants no more.
 pub(crate) fn interruptible(parts: &Parts<'_>) -> Result<(), Cause> {
     if (parts.interrupted)() { Err(Cause::Interrupted) } else { Ok(()) }
-}
-
-/// Asks for the holding of all processes, also of those that are born meanwhile.
-pub(crate) fn hold_all(
-    parts: &mut Parts<'_>,
-    cuda: &[CudaProcess],
-    keep: impl Fn(&CudaProcess) -> Keep,
-) -> Result<(), Cause> {
-    let mut held = Vec::new();
-    loop {
-        let targets = targets(&parts.processes.list()?, cuda, &keep);
-        if targets == held {
-            return Ok(());
-        }
-        parts.hold.hold(&targets)?;
-        held = targets;
-        // In a frozen cgroup nothing stops, and nothing is born either.
-        if !parts.freezer.frozen()? {
-            parts.hold.settle()?;
-        }
-    }
 }
 
 /// Takes processes that began with CUDA meanwhile in, if the container may have as many.
@@ -173,9 +153,8 @@ fn find_states(
     Ok(())
 }
 
-/// Locks all, however often it takes. Ranks that wait for each other on the GPU are ready only
-/// together, so they are locked at the same moment, and if one is not ready all are unlocked and
-/// get a little time.
+/// Locks all, however often it takes. If one is not ready in time all are unlocked and get a
+/// little time.
 fn lock_all(
     parts: &mut Parts<'_>,
     entry: &mut Entry,
@@ -192,7 +171,24 @@ fn lock_all(
         interruptible(parts)?;
         attempts += 1;
         let left = deadline.saturating_duration_since(Instant::now());
-        let answers = parts.driver.lock(&asked, timeout.min(left).max(Duration::from_millis(1)));
+        let timeout_now = timeout.min(left).max(Duration::from_millis(1));
+        let mut holding =
+            Holding { hold: &mut *parts.hold, processes: parts.processes, freezer: parts.freezer };
+        let mut let_go = Ok(());
+        let answers = parts.driver.lock(&asked, timeout_now, &mut || {
+            // A thread inside a synchronising CUDA call has to come out of it before the driver
+            // can lock, and what it waits for may be the next call of another rank. So the
+            // processes with CUDA run, each until its next call, which the requested lock blocks;
+            // those without CUDA stand still.
+            if entry.frozen {
+                let_go = holding.all(cuda, |_| Keep::All);
+            }
+        });
+        if entry.frozen {
+            holding.all(cuda, driver_runs)?;
+            holding.hold.settle()?;
+        }
+        let_go?;
         entry.locking = answers
             .values()
             .any(|answer| answer.as_ref().is_err_and(|error| error.code().is_none()));
@@ -218,11 +214,6 @@ fn lock_all(
                 _ => CudaState::Locked,
             };
             verify(parts.driver, parts.processes, cuda, wanted, STATE)?;
-            if entry.frozen {
-                // Those that were let go to finish their work come to a stop again.
-                hold_all(parts, cuda, |process| Keep::Driver(process.restore_thread))?;
-                parts.hold.settle()?;
-            }
             return Ok(());
         };
         if Instant::now() >= deadline {
@@ -235,15 +226,19 @@ fn lock_all(
             .collect();
         let answers = parts.driver.unlock(&locked, STATE);
         check(parts.processes, answers, cuda)?;
-        if entry.frozen {
-            // A thread inside a synchronising CUDA call has to come out of it before the driver
-            // can lock, and what it waits for may be the other ranks' next call. So the processes
-            // with CUDA run, those without stand still, until the locks are granted.
-            hold_all(parts, cuda, |_| Keep::All)?;
-        }
         std::thread::sleep(PAUSE);
         timeout *= 2;
     }
+}
+
+/// What runs while the driver locks.
+pub(crate) fn driver_runs(process: &CudaProcess) -> Keep {
+    Keep::Driver(process.restore_thread)
+}
+
+/// What runs while the driver checkpoints.
+fn restore_thread_runs(process: &CudaProcess) -> Keep {
+    Keep::RestoreThread(process.restore_thread)
 }
 
 fn checkpoint_all(

@@ -145,6 +145,7 @@ fn work_in_flight_is_waited_for() {
         world.with(|state| state.in_flight.insert(101, 1));
         take(&world, After::LeaveRunning).unwrap();
         assert_eq!(world.log().iter().filter(|call| *call == "lock").count(), 2);
+        assert!(!world.with(|state| state.ran));
     }
 }
 

@@ -15,6 +15,8 @@ use crate::processes::Pid;
 
 /// How long a call may take that the driver answers at once (measured: 0.1 ms).
 const SHORT: Duration = Duration::from_secs(10);
+/// After this a lock is not granted at once (measured: 0.6 ms).
+const SOON: Duration = Duration::from_millis(100);
 /// What a lock gets beyond the timeout that the driver itself keeps.
 const GRACE: Duration = Duration::from_secs(2);
 
@@ -72,12 +74,18 @@ impl HelperDriver {
 
     /// Makes one call for each of `pids`. What has no answer when the limit is reached gets the
     /// reason as its answer.
-    fn ask(
+    fn ask(&mut self, call: Call, pids: &[Pid], limit: Duration) -> Answers<i32> {
+        self.ask_and(call, pids, limit, limit, None)
+    }
+
+    /// As [`Self::ask`], with the driver's own timeout, and something to do if it takes a while.
+    fn ask_and(
         &mut self,
         call: Call,
         pids: &[Pid],
         timeout: Duration,
         limit: Duration,
+        waiting: Option<&mut dyn FnMut()>,
     ) -> Answers<i32> {
         let mut answers = Answers::new();
         if pids.is_empty() {
@@ -85,7 +93,8 @@ impl HelperDriver {
         }
         let failed = match self.ready() {
             Ok((helper, facts)) => {
-                exchange(helper, facts, call, pids, timeout, limit, &mut answers)
+                let asked = Asked { call, pids, timeout, limit };
+                exchange(helper, facts, &asked, waiting, &mut answers)
             }
             Err(error) => Err(error),
         };
@@ -99,28 +108,48 @@ impl HelperDriver {
         answers
     }
 
-    fn act(&mut self, call: Call, pids: &[Pid], timeout: Duration, limit: Duration) -> Answers<()> {
-        let answers = self.ask(call, pids, timeout, limit);
+    fn act(&mut self, call: Call, pids: &[Pid], limit: Duration) -> Answers<()> {
+        let answers = self.ask(call, pids, limit);
         answers.into_iter().map(|(pid, answer)| (pid, answer.map(|_| ()))).collect()
     }
+}
+
+/// A call for each of some processes.
+struct Asked<'a> {
+    call: Call,
+    pids: &'a [Pid],
+    /// The driver's.
+    timeout: Duration,
+    /// Ours.
+    limit: Duration,
 }
 
 fn exchange(
     helper: &mut Helper,
     facts: &DriverFacts,
-    call: Call,
-    pids: &[Pid],
-    timeout: Duration,
-    limit: Duration,
+    asked: &Asked<'_>,
+    mut waiting: Option<&mut dyn FnMut()>,
     answers: &mut Answers<i32>,
 ) -> Result<(), DriverError> {
+    let Asked { call, pids, timeout, limit } = *asked;
     // 0 would mean no limit to the driver.
     let timeout_ms = u32::try_from(timeout.as_millis()).unwrap_or(u32::MAX).max(1);
     let request = Request { call, pids: pids.to_vec(), timeout_ms, libcuda: None, libnvml: None };
     let deadline = Instant::now() + limit;
+    let soon = Instant::now() + SOON;
     helper.send(&request).map_err(|how| error_of(call, limit, how))?;
     while answers.len() < pids.len() {
-        let reply = helper.receive(deadline).map_err(|how| error_of(call, limit, how))?;
+        let until = if waiting.is_some() { soon.min(deadline) } else { deadline };
+        let reply = match helper.receive(until) {
+            Ok(reply) => reply,
+            Err(Lost::Deadline) if until < deadline => {
+                if let Some(waiting) = waiting.take() {
+                    waiting();
+                }
+                continue;
+            }
+            Err(how) => return Err(error_of(call, limit, how)),
+        };
         let (pid, answer) = match reply {
             Reply::Answer { pid, code: 0, value } => (pid, Ok(value)),
             Reply::Answer { pid, code, .. } => {
@@ -161,7 +190,7 @@ impl Driver for HelperDriver {
     }
 
     fn probe(&mut self, pids: &[Pid]) -> Answers<Option<Pid>> {
-        self.ask(Call::Probe, pids, SHORT, SHORT)
+        self.ask(Call::Probe, pids, SHORT)
             .into_iter()
             .map(|(pid, answer)| {
                 let answer = match answer {
@@ -177,24 +206,26 @@ impl Driver for HelperDriver {
     }
 
     fn states(&mut self, pids: &[Pid], limit: Duration) -> Answers<CudaState> {
-        let answers = self.ask(Call::State, pids, limit, limit);
+        let answers = self.ask(Call::State, pids, limit);
         answers.into_iter().map(|(pid, raw)| (pid, raw.map(CudaState::from_raw))).collect()
     }
 
-    fn lock(&mut self, pids: &[Pid], timeout: Duration) -> Answers<()> {
-        self.act(Call::Lock, pids, timeout, timeout + GRACE)
+    fn lock(&mut self, pids: &[Pid], timeout: Duration, waiting: &mut dyn FnMut()) -> Answers<()> {
+        let limit = timeout + GRACE;
+        let answers = self.ask_and(Call::Lock, pids, timeout, limit, Some(waiting));
+        answers.into_iter().map(|(pid, answer)| (pid, answer.map(|_| ()))).collect()
     }
 
     fn checkpoint(&mut self, pids: &[Pid], limit: Duration) -> Answers<()> {
-        self.act(Call::Checkpoint, pids, limit, limit)
+        self.act(Call::Checkpoint, pids, limit)
     }
 
     fn restore(&mut self, pids: &[Pid], limit: Duration) -> Answers<()> {
-        self.act(Call::Restore, pids, limit, limit)
+        self.act(Call::Restore, pids, limit)
     }
 
     fn unlock(&mut self, pids: &[Pid], limit: Duration) -> Answers<()> {
-        self.act(Call::Unlock, pids, limit, limit)
+        self.act(Call::Unlock, pids, limit)
     }
 
     fn usage(&mut self, pids: &[Pid]) -> Option<BTreeMap<Pid, GpuUse>> {

@@ -274,8 +274,9 @@ pub trait Driver {
     fn states(&mut self, pids: &[Pid], limit: Duration) -> Answers<CudaState>;
 
     /// Locks all together, within `timeout`. One that is granted while others are not is unlocked
-    /// for moments, in which it launches what they may be waiting for.
-    fn lock(&mut self, pids: &[Pid], timeout: Duration) -> Answers<()>;
+    /// for moments, in which it launches what they may be waiting for. If not all are granted at
+    /// once, `waiting` is called, once, while the locks stay requested.
+    fn lock(&mut self, pids: &[Pid], timeout: Duration, waiting: &mut dyn FnMut()) -> Answers<()>;
 
     /// Checkpoints all at the same moment.
     fn checkpoint(&mut self, pids: &[Pid], limit: Duration) -> Answers<()>;

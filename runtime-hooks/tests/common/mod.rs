@@ -68,6 +68,8 @@ pub struct State {
     pub granted_late: bool,
     /// The processes with such a lock.
     pub late: Vec<Pid>,
+    /// A lock is waited for.
+    pub locks_are_requested: bool,
     /// The container is killed by somebody else while it is dumped.
     pub killed_in_dump: bool,
     /// How many more calls are made before the operation is cut off.
@@ -115,6 +117,7 @@ impl World {
             in_flight: BTreeMap::new(),
             granted_late: false,
             late: Vec::new(),
+            locks_are_requested: false,
             killed_in_dump: false,
             calls_left: None,
             ranks: false,
@@ -220,7 +223,14 @@ impl World {
         let all_held = state.processes.iter().all(|process| {
             state.held.iter().any(|t| t.pid == process.id.pid && t.keep != Keep::All)
         });
-        if state.paused_by_caller && !state.frozen && !all_held && !state.processes.is_empty() {
+        // Running into a requested lock is what must be, to get out of a CUDA call.
+        let must = state.locks_are_requested;
+        if state.paused_by_caller
+            && !must
+            && !state.frozen
+            && !all_held
+            && !state.processes.is_empty()
+        {
             state.ran = true;
         }
     }
@@ -356,13 +366,16 @@ impl Driver for World {
         })
     }
 
-    fn lock(&mut self, pids: &[Pid], timeout: Duration) -> Answers<()> {
+    fn lock(&mut self, pids: &[Pid], timeout: Duration, waiting: &mut dyn FnMut()) -> Answers<()> {
         // The driver's own timeout passes where something is in flight.
         let answers = self.act(Call::Lock, "lock", pids, CudaState::Running, CudaState::Locked);
         if answers
             .values()
             .any(|a| a.as_ref().is_err_and(|e| e.code() == Some(CudaError::NOT_READY)))
         {
+            self.with(|state| state.locks_are_requested = true);
+            waiting();
+            self.with(|state| state.locks_are_requested = false);
             std::thread::sleep(timeout.min(Duration::from_millis(50)));
         }
         answers
