@@ -1,0 +1,52 @@
+# The words are runc's and containerd's. Everything can be run again, also after an interruption.
+#
+#   make demo              a counter in (emulated) GPU memory is checkpointed, killed and restored
+#   make test              unit tests, then end-to-end tests
+#   make e2e FILTER=word   the end-to-end tests with word in their name
+#   make lab               the Debian root in which demo and e2e run (needs root, as they do)
+
+SHELL := /bin/bash
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := build
+.PHONY: build unit lab e2e demo test lint deny clean
+
+FILTER ?=
+ENTER := integration/lab/enter --
+SCRIPTS := $(filter-out %.md,$(wildcard integration/lab/*)) .ci/run
+
+build:
+	@echo "make: building the binaries, the emulated GPU and the workloads"
+	cargo build --locked --workspace
+
+unit:
+	@echo "make: unit tests"
+	cargo test --locked --workspace --exclude stasis-integration
+
+lab:
+	@echo "make: the lab, a Debian with containerd, runc and CRIU in target/lab"
+	integration/lab/build
+
+e2e: build lab
+	@echo "make: end-to-end tests $(if $(FILTER),named *$(FILTER)*,of all names)"
+	$(ENTER) /stasis-target/debug/e2e $(FILTER)
+
+demo: build lab
+	@echo "make: the demo"
+	$(ENTER) /stasis-target/debug/demo
+
+test: unit e2e
+
+lint:
+	@echo "make: format, clippy, shellcheck"
+	cargo fmt --all --check
+	cargo clippy --locked --workspace --all-targets -- -D warnings
+	shellcheck -x $(SCRIPTS)
+
+deny:
+	@echo "make: licences, bans and sources of the dependencies (no advisories: they need a network)"
+	cargo deny --locked --workspace check licenses bans sources
+
+clean:
+	@echo "make: removing what was built, the lab too"
+	cargo clean
+	rm -rf --one-file-system target/lab

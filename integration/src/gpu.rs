@@ -1,0 +1,78 @@
+//! The emulated GPU of one test.
+
+use std::fs::{self, Permissions};
+use std::os::unix::fs::PermissionsExt;
+use std::path::{Path, PathBuf};
+
+use anyhow::Result;
+
+use crate::image;
+
+/// Where containers find the store.
+const INSIDE: &str = "/run/emulated-gpu";
+
+/// An emulated GPU that no other test uses.
+#[derive(Debug)]
+pub struct Gpu {
+    store: PathBuf,
+    library: PathBuf,
+}
+
+impl Gpu {
+    /// Makes one whose device memory lies in `store`; `library` is both libcuda and NVML.
+    pub fn new(store: &Path, library: &Path) -> Result<Self> {
+        fs::create_dir_all(store)?;
+        fs::set_permissions(store, Permissions::from_mode(0o777))?;
+        Ok(Self { store: store.to_owned(), library: library.to_owned() })
+    }
+
+    /// The library that stands for libcuda.so.1 and libnvidia-ml.so.1.
+    #[must_use]
+    pub fn library(&self) -> &Path {
+        &self.library
+    }
+
+    /// The directory that stands for the card's memory.
+    #[must_use]
+    pub fn store(&self) -> &Path {
+        &self.store
+    }
+
+    /// Orders faults, a line each, as `checkpoint error:999 count=1`.
+    pub fn faults(&self, lines: &[&str]) -> Result<()> {
+        let _ = fs::remove_file(self.store.join("faults.count"));
+        // Renamed, so that the driver never reads half a file.
+        let new = self.store.join(".faults.new");
+        fs::write(&new, lines.join("\n") + "\n")?;
+        fs::rename(new, self.store.join("faults"))?;
+        Ok(())
+    }
+
+    /// Takes all faults back.
+    pub fn heal(&self) -> Result<()> {
+        self.faults(&[])
+    }
+
+    /// Writes the card's properties, `key=value` each. Read when a process opens the driver.
+    pub fn configure(&self, lines: &[&str]) -> Result<()> {
+        Ok(fs::write(self.store.join("config"), lines.join("\n") + "\n")?)
+    }
+
+    /// What `ctr run` needs to give the GPU to a container.
+    #[must_use]
+    pub fn arguments(&self) -> Vec<String> {
+        let mount = |source: &Path, destination: &str, mode: &str| {
+            let source = source.display();
+            format!("type=bind,src={source},dst={destination},options=rbind:{mode}")
+        };
+        let mut arguments = vec!["--device".to_owned(), "/dev/nvidia0".to_owned()];
+        for mount in [
+            mount(&self.library, &format!("{}/libcuda.so.1", image::LIBRARIES), "ro"),
+            mount(&self.library, &format!("{}/libnvidia-ml.so.1", image::LIBRARIES), "ro"),
+            mount(&self.store, INSIDE, "rw"),
+        ] {
+            arguments.extend(["--mount".to_owned(), mount]);
+        }
+        arguments
+    }
+}

@@ -1,0 +1,72 @@
+//! Looks for what a test should not leave behind.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use anyhow::{Result, ensure};
+
+use crate::{processes, wait};
+
+/// How long ends may take that nobody waits for, such as a killed helper's.
+const LIMIT: Duration = Duration::from_secs(3);
+
+/// The cgroups of this path below each hierarchy.
+fn cgroups(path: &str) -> Vec<PathBuf> {
+    let hierarchies = fs::read_dir("/sys/fs/cgroup").into_iter().flatten().flatten();
+    hierarchies
+        .map(|hierarchy| hierarchy.path())
+        .chain([PathBuf::from("/sys/fs/cgroup")])
+        .map(|hierarchy| hierarchy.join(path))
+        .filter(|cgroup| cgroup.is_dir())
+        .collect()
+}
+
+/// Mounts whose line in mountinfo holds this text.
+fn mounts(text: &str) -> Result<Vec<String>> {
+    let mountinfo = fs::read_to_string("/proc/self/mountinfo")?;
+    Ok(mountinfo.lines().filter(|line| line.contains(text)).map(str::to_owned).collect())
+}
+
+/// Checks that a container and its cgroups and mounts are gone.
+pub fn container(namespace: &str, id: &str) -> Result<()> {
+    let path = format!("{namespace}/{id}");
+    let _ = wait::until("empty cgroups", LIMIT, || Ok(cgroups(&path).is_empty().then_some(())));
+    let left: Vec<_> = processes::in_cgroup(&path).into_iter().map(processes::describe).collect();
+    ensure!(left.is_empty(), "processes of container {id} are left: {left:#?}");
+    let left = cgroups(&path);
+    ensure!(left.is_empty(), "cgroups of container {id} are left: {left:#?}");
+    let left = mounts(&format!("/{id}/"))?;
+    ensure!(left.is_empty(), "mounts of container {id} are left: {left:#?}");
+    Ok(())
+}
+
+/// Checks that nothing works on in a test's directory: processes that its runtime started,
+/// mounts, journals.
+pub fn directory(directory: &Path, state: &Path) -> Result<()> {
+    let text = directory.to_string_lossy();
+    let started = || processes::with_environment(&text);
+    let _ = wait::until("the end of helpers", LIMIT, || Ok(started().is_empty().then_some(())));
+    let left: Vec<_> = started().into_iter().map(processes::describe).collect();
+    ensure!(left.is_empty(), "processes of the runtime are left: {left:#?}");
+    let left = mounts(&text)?;
+    ensure!(left.is_empty(), "mounts are left: {left:#?}");
+    let left = journals(state);
+    ensure!(left.is_empty(), "journals are left: {left:#?}");
+    Ok(())
+}
+
+/// The journals in a state directory, at any depth.
+#[must_use]
+pub fn journals(state: &Path) -> Vec<PathBuf> {
+    let mut found = Vec::new();
+    for entry in fs::read_dir(state).into_iter().flatten().flatten() {
+        let path = entry.path();
+        if path.is_dir() {
+            found.extend(journals(&path));
+        } else if path.extension().is_some_and(|extension| extension == "json") {
+            found.push(path);
+        }
+    }
+    found
+}

@@ -1,0 +1,18 @@
+//! Tools of the end-to-end tests: everything is used from outside, as a user would.
+//!
+//! The tests run inside the lab (`integration/lab/enter`), where every process,
+//! mount and cgroup ends with the run. [`case::Lab`] starts what all tests share,
+//! [`case::Case`] is the fixture of one test.
+
+pub mod bundle;
+pub mod case;
+pub mod command;
+pub mod containerd;
+pub mod ctr;
+pub mod gpu;
+pub mod image;
+pub mod leaks;
+pub mod processes;
+pub mod runtime;
+pub mod udp;
+pub mod wait;

@@ -1,0 +1,59 @@
+//! What /proc says about processes.
+
+use std::fs;
+
+use nix::unistd::Pid;
+
+/// All processes that can be seen.
+fn all() -> impl Iterator<Item = Pid> {
+    fs::read_dir("/proc")
+        .into_iter()
+        .flatten()
+        .flatten()
+        .filter_map(|entry| entry.file_name().to_str()?.parse().ok())
+        .map(Pid::from_raw)
+}
+
+/// A file of a process as text, empty if the process is gone.
+#[must_use]
+pub fn read(pid: Pid, file: &str) -> String {
+    let bytes = fs::read(format!("/proc/{pid}/{file}")).unwrap_or_default();
+    String::from_utf8_lossy(&bytes).into_owned()
+}
+
+/// Processes one of whose arguments is exactly this.
+#[must_use]
+pub fn with_argument(argument: &str) -> Vec<Pid> {
+    all().filter(|&pid| read(pid, "cmdline").split('\0').any(|found| found == argument)).collect()
+}
+
+/// Processes that were started with this text in their environment.
+#[must_use]
+pub fn with_environment(text: &str) -> Vec<Pid> {
+    all().filter(|&pid| read(pid, "environ").contains(text)).collect()
+}
+
+/// Processes in a cgroup below the one of this name, in any hierarchy.
+#[must_use]
+pub fn in_cgroup(name: &str) -> Vec<Pid> {
+    let (inner, last) = (format!("/{name}/"), format!("/{name}"));
+    all()
+        .filter(|&pid| {
+            read(pid, "cgroup").lines().any(|line| line.ends_with(&last) || line.contains(&inner))
+        })
+        .collect()
+}
+
+/// How a process is shown to people: its pid, state and command line.
+#[must_use]
+pub fn describe(pid: Pid) -> String {
+    let state = read(pid, "status");
+    let state = state.lines().find(|line| line.starts_with("State")).unwrap_or("State: gone");
+    format!("{pid} ({}) {}", state.replace('\t', " "), read(pid, "cmdline").replace('\0', " "))
+}
+
+/// Whether a process runs the binary of this name, whatever it calls itself.
+#[must_use]
+pub fn runs(pid: Pid, binary: &str) -> bool {
+    fs::read_link(format!("/proc/{pid}/exe")).is_ok_and(|exe| exe.ends_with(binary))
+}

@@ -1,0 +1,59 @@
+//! Asks a counter inside a container.
+
+use std::fs::File;
+use std::io::ErrorKind;
+use std::net::{Ipv4Addr, UdpSocket};
+use std::process::Command;
+use std::thread;
+use std::time::Duration;
+
+use anyhow::{Context, Result, anyhow};
+use nix::sched::{CloneFlags, setns};
+use nix::unistd::Pid;
+
+use crate::{command, wait};
+
+/// How long a counter may think.
+const ANSWER: Duration = Duration::from_secs(10);
+
+/// Sends one datagram to a port inside the network namespace of a process and gives the number
+/// that comes back.
+///
+/// A port that nobody listens on yet is tried again; a question that got no answer is not asked
+/// twice, since the counter may have counted it.
+pub fn ask(pid: Pid, port: u16) -> Result<u64> {
+    let answer = inside(pid, move || {
+        wait::until("a listener on the counter's port", ANSWER, || {
+            let socket = UdpSocket::bind((Ipv4Addr::LOCALHOST, 0))?;
+            socket.connect((Ipv4Addr::LOCALHOST, port))?;
+            socket.set_read_timeout(Some(ANSWER))?;
+            socket.send(b"?")?;
+            let mut buffer = [0; 64];
+            match socket.recv(&mut buffer) {
+                Ok(length) => Ok(Some(String::from_utf8_lossy(&buffer[..length]).into_owned())),
+                Err(error) if error.kind() == ErrorKind::ConnectionRefused => Ok(None),
+                Err(error) => Err(error.into()),
+            }
+        })
+    })
+    .with_context(|| format!("asking the counter of process {pid} on port {port}"))?;
+    answer.trim().parse().with_context(|| format!("the counter answered {answer:?}"))
+}
+
+/// Runs in the network namespace of a process, with its loopback up.
+///
+/// runc leaves the network to others: it has CRIU restore an empty network namespace, unless it
+/// was given one. Whoever made the network has to do so again, and here that is the test.
+fn inside<T: Send + 'static>(
+    pid: Pid,
+    work: impl FnOnce() -> Result<T> + Send + 'static,
+) -> Result<T> {
+    // Only this thread changes its namespace, and what it starts inherits that.
+    let thread = thread::spawn(move || {
+        let namespace = File::open(format!("/proc/{pid}/ns/net"))?;
+        setns(namespace, CloneFlags::CLONE_NEWNET)?;
+        command::succeed(Command::new("ip").args(["link", "set", "lo", "up"]), ANSWER)?;
+        work()
+    });
+    thread.join().map_err(|_| anyhow!("the thread in the namespace panicked"))?
+}
