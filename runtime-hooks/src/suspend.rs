@@ -177,11 +177,15 @@ fn lock_all(
         let mut let_go = Ok(());
         let answers = parts.driver.lock(&asked, timeout_now, &mut || {
             // A thread inside a synchronising CUDA call has to come out of it before the driver
-            // can lock, and what it waits for may be the next call of another rank. So the
-            // processes with CUDA run, each until its next call, which the requested lock blocks;
-            // those without CUDA stand still.
+            // can lock. It runs on, but not so far that anybody would see it: what was paused
+            // stays paused. Only where several processes use CUDA, and one may be waiting for
+            // what another has yet to say, do they run for real when that did not suffice, each
+            // until its next CUDA call, which the requested lock blocks.
             if entry.frozen {
-                let_go = holding.all(cuda, |_| Keep::All);
+                let free = cuda.len() > 1 && attempts > 1;
+                let_go = holding.all(cuda, |process| {
+                    if free { Keep::All } else { Keep::InsideCalls(process.restore_thread) }
+                });
             }
         });
         if entry.frozen {

@@ -10,6 +10,7 @@ use nix::errno::Errno;
 use nix::libc;
 use nix::sys::signal::Signal;
 
+use crate::hold::inside::SystemCall;
 use crate::processes::Pid;
 
 /// Ends this process without running exit handlers of loaded libraries.
@@ -48,11 +49,31 @@ pub(crate) fn die_with_parent_thread(command: &mut Command, signal: Signal) {
     }
 }
 
-/// `PTRACE_SEIZE` without options, then `PTRACE_INTERRUPT`: the thread stops at its next return to
-/// user mode, unnoticed by its program.
+/// `PTRACE_SEIZE`, then [`interrupt`].
 pub(crate) fn seize(tid: Pid) -> Result<(), Errno> {
-    ptrace(libc::PTRACE_SEIZE, tid, 0)?;
+    ptrace(libc::PTRACE_SEIZE, tid, i64::from(libc::PTRACE_O_TRACESYSGOOD))?;
+    interrupt(tid)
+}
+
+/// `PTRACE_INTERRUPT`: the thread stops at its next return to user mode, unnoticed by its program.
+pub(crate) fn interrupt(tid: Pid) -> Result<(), Errno> {
     ptrace(libc::PTRACE_INTERRUPT, tid, 0)
+}
+
+/// `PTRACE_SYSCALL`: the stopped thread runs until it enters or leaves a system call.
+pub(crate) fn run_to_system_call(tid: Pid) -> Result<(), Errno> {
+    ptrace(libc::PTRACE_SYSCALL, tid, 0)
+}
+
+/// The system call in front of which a thread is stopped; `None` behind one.
+pub(crate) fn entered_system_call(tid: Pid) -> Result<Option<SystemCall>, Errno> {
+    let info = nix::sys::ptrace::syscall_info(nix::unistd::Pid::from_raw(tid))?;
+    if info.op != libc::PTRACE_SYSCALL_INFO_ENTRY {
+        return Ok(None);
+    }
+    // SAFETY: `op` says that the kernel filled in this member of the union.
+    let entry = unsafe { info.u.entry };
+    Ok(Some(SystemCall { number: entry.nr.cast_signed(), arguments: entry.args }))
 }
 
 /// `PTRACE_DETACH`, delivering `signal` (0: none). Only for a stopped thread.
@@ -63,11 +84,14 @@ pub(crate) fn detach(tid: Pid, signal: i32) -> Result<(), Errno> {
 }
 
 fn ptrace(request: libc::c_uint, tid: Pid, data: i64) -> Result<(), Errno> {
-    // SAFETY: none of the requests used here (seize, interrupt, detach) reads or writes memory of
+    // SAFETY: none of the requests used here (seize, interrupt, syscall, detach) reads or writes memory of
     // this process: address is unused and data is a number.
     let result = unsafe { libc::ptrace(request, tid, 0_usize, data) };
     if result == -1 { Err(Errno::last()) } else { Ok(()) }
 }
+
+/// How `PTRACE_O_TRACESYSGOOD` marks a stop at a system call.
+const SYSTEM_CALL: i32 = libc::SIGTRAP | 0x80;
 
 /// What `waitpid` said of a traced thread.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -81,6 +105,8 @@ pub(crate) enum Waited {
         /// The signal whose delivery was stopped; 0 for the stop that was asked for.
         signal: i32,
     },
+    /// The thread is in front of a system call, or behind one.
+    SystemCall(Pid),
     /// The thread has ended.
     Gone(Pid),
 }
@@ -96,8 +122,11 @@ pub(crate) fn wait_for_traced() -> Result<Waited, Errno> {
         tid if libc::WIFSTOPPED(status) => {
             // A stop that was asked for, or a group stop, has an event in the upper half.
             let event = status >> 16;
-            let signal = if event == 0 { libc::WSTOPSIG(status) } else { 0 };
-            Ok(Waited::Stopped { tid, signal })
+            match libc::WSTOPSIG(status) {
+                _ if event != 0 => Ok(Waited::Stopped { tid, signal: 0 }),
+                SYSTEM_CALL => Ok(Waited::SystemCall(tid)),
+                signal => Ok(Waited::Stopped { tid, signal }),
+            }
         }
         tid => Ok(Waited::Gone(tid)),
     }

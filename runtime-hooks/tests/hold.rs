@@ -174,3 +174,71 @@ fn what_was_frozen_is_frozen_again_when_the_client_is_lost() {
         assert_eq!(std::fs::read_to_string(&freeze).unwrap(), "0");
     }
 }
+
+#[test]
+fn a_guided_process_runs_to_what_would_be_seen_and_no_further() {
+    let file = tempfile::NamedTempFile::new().unwrap();
+    // Forks nothing: builtins only. It sleeps by waiting for a pipe that says nothing.
+    let script = format!("i=0; while :; do i=$((i+1)); echo $i; done >>{}", file.path().display());
+    let mut child = std::process::Command::new("sh").args(["-c", &script]).spawn().unwrap();
+    let pid = i32::try_from(child.id()).unwrap();
+    let length = || file.path().metadata().unwrap().len();
+    while length() == 0 {
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    for round in 0..20 {
+        let mut tracer = tracer();
+        let target = |keep| [Target { pid, keep }];
+        tracer.hold(&target(Keep::None)).unwrap();
+        tracer.settle().unwrap();
+        let before = length();
+        // No thread of it is the driver's.
+        tracer.hold(&target(Keep::InsideCalls(0))).unwrap();
+        std::thread::sleep(Duration::from_millis(round));
+        assert_eq!(length(), before, "a guided process wrote");
+        tracer.hold(&target(Keep::None)).unwrap();
+        tracer.settle().unwrap();
+        assert_eq!(length(), before, "a held process wrote");
+        if round % 2 == 0 {
+            tracer.release();
+        } else {
+            // As when it is killed.
+            drop(tracer);
+        }
+        for _ in 0..500 {
+            if length() > before {
+                break;
+            }
+            std::thread::sleep(Duration::from_millis(2));
+        }
+        assert!(length() > before, "it does not run on");
+    }
+    child.kill().unwrap();
+    child.wait().unwrap();
+    // No line was lost or written twice.
+    let text = std::fs::read_to_string(file.path()).unwrap();
+    for (line, number) in text.lines().zip(1..) {
+        assert_eq!(line, number.to_string());
+    }
+}
+
+#[test]
+fn waiting_is_not_cut_short_by_a_hold() {
+    // `read -t` of a shell waits in poll or select; a sleep that ends early would show.
+    let mut child = std::process::Command::new("sleep").arg("1").spawn().unwrap();
+    let begun = std::time::Instant::now();
+    let pid = i32::try_from(child.id()).unwrap();
+    std::thread::sleep(Duration::from_millis(50));
+    for keep in [Keep::None, Keep::InsideCalls(0), Keep::None, Keep::InsideCalls(0)] {
+        let mut tracer = tracer();
+        tracer.hold(&[Target { pid, keep: Keep::None }]).unwrap();
+        tracer.settle().unwrap();
+        tracer.hold(&[Target { pid, keep }]).unwrap();
+        std::thread::sleep(Duration::from_millis(20));
+        tracer.hold(&[Target { pid, keep: Keep::None }]).unwrap();
+        tracer.settle().unwrap();
+        tracer.release();
+    }
+    assert!(child.wait().unwrap().success());
+    assert!(begun.elapsed() >= Duration::from_millis(990), "{:?}", begun.elapsed());
+}

@@ -9,6 +9,8 @@
 //! first what was frozen.
 
 mod client;
+pub(crate) mod inside;
+mod rewind;
 pub mod tracer;
 
 use std::io;
@@ -36,6 +38,9 @@ pub enum Keep {
     Driver(Pid),
     /// The restore thread only: enough for checkpoint, and all that must not stand still.
     RestoreThread(Pid),
+    /// All, but only to come out of a CUDA call: each thread runs until it is about to do
+    /// something that is seen outside, and stops in front of that.
+    InsideCalls(Pid),
     /// All: the process runs.
     All,
 }

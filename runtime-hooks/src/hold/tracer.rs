@@ -16,7 +16,7 @@ use nix::errno::Errno;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use serde::{Deserialize, Serialize};
 
-use super::{DRIVER_THREADS, Keep, Target};
+use super::{DRIVER_THREADS, Keep, Target, inside, rewind};
 use crate::container::Cgroup;
 use crate::freezer::Freezer;
 use crate::processes::Pid;
@@ -57,7 +57,7 @@ pub fn serve() -> ExitCode {
     loop {
         // A traced process that is killed becomes a zombie for its parent, the shim, only when its
         // tracer has taken note: so this does all the time, not only when asked something.
-        while !readable(&input) {
+        while !readable(&input, held.is_guiding()) {
             held.take_news();
         }
         line.clear();
@@ -88,18 +88,30 @@ pub fn serve() -> ExitCode {
 }
 
 /// Whether the client has said something, or gone. Waits a little. One request is under way at a
-/// time, so none hides in the reader's buffer.
-fn readable(input: &StdinLock<'_>) -> bool {
+/// time, so none hides in the reader's buffer. `busy`: threads wait for this process at each of
+/// their system calls.
+fn readable(input: &StdinLock<'_>, busy: bool) -> bool {
     const WAIT: u16 = 20;
+    if busy {
+        std::thread::sleep(POLL);
+    }
+    let wait = if busy { 0 } else { WAIT };
     let mut descriptors = [PollFd::new(input.as_fd(), PollFlags::POLLIN)];
-    !matches!(poll(&mut descriptors, PollTimeout::from(WAIT)), Ok(0) | Err(Errno::EINTR))
+    !matches!(poll(&mut descriptors, PollTimeout::from(wait)), Ok(0) | Err(Errno::EINTR))
 }
+
+/// Between two looks at threads that are about to stop.
+const POLL: Duration = Duration::from_micros(200);
 
 /// How far a seized thread is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Thread {
     /// Asked to stop.
     Asked,
+    /// Running, with a stop at each system call.
+    Guided,
+    /// On its way back to in front of the system call with this number.
+    Rewinding { number: i64 },
     /// In a ptrace stop; `signal` is to be delivered when it is let go, 0 for none.
     Stopped { signal: i32 },
 }
@@ -112,6 +124,10 @@ struct Held {
 }
 
 impl Held {
+    fn frozen(&self) -> bool {
+        self.freeze_if_lost.as_ref().is_some_and(|cgroup| cgroup.frozen().unwrap_or(true))
+    }
+
     /// The client is gone. With this process the holds end.
     fn lost(&self) -> ExitCode {
         if let Some(cgroup) = &self.freeze_if_lost
@@ -127,11 +143,43 @@ impl Held {
         if let Err(reply) = self.seize_new() {
             return reply;
         }
-        let wanted: Vec<Pid> =
-            self.targets.iter().flat_map(threads_to_hold).map(|(_, tid)| tid).collect();
-        let unwanted: Vec<Pid> =
-            self.threads.keys().copied().filter(|tid| !wanted.contains(tid)).collect();
+        let wanted: Vec<(Pid, bool)> = self
+            .targets
+            .iter()
+            .flat_map(|target| {
+                let guided = matches!(target.keep, Keep::InsideCalls(_)) && rewind::POSSIBLE;
+                threads_to_hold(target).into_iter().map(move |(_, tid)| (tid, guided))
+            })
+            .collect();
+        for (tid, thread) in &mut self.threads {
+            let guided = wanted.iter().any(|(wanted, guided)| wanted == tid && *guided);
+            match thread {
+                // ESRCH, here and below: it was killed.
+                Thread::Stopped { signal: 0 }
+                    if guided && sys::run_to_system_call(*tid).is_ok() =>
+                {
+                    *thread = Thread::Guided;
+                }
+                Thread::Guided if !guided && sys::interrupt(*tid).is_ok() => {
+                    *thread = Thread::Asked;
+                }
+                _ => {}
+            }
+        }
+        let unwanted: Vec<Pid> = self
+            .threads
+            .keys()
+            .copied()
+            .filter(|tid| !wanted.iter().any(|(wanted, _)| wanted == tid))
+            .collect();
         self.let_go(&unwanted)
+    }
+
+    /// Whether threads run from system call to system call.
+    fn is_guiding(&self) -> bool {
+        self.threads
+            .values()
+            .any(|thread| matches!(thread, Thread::Guided | Thread::Rewinding { .. }))
     }
 
     /// Stops what is not yet stopped. A thread that is not held can start new ones until it stops,
@@ -179,14 +227,17 @@ impl Held {
     fn wait_for_stops(&mut self, deadline: Instant) -> Result<(), Reply> {
         loop {
             self.take_news();
-            let asked = self.threads.iter().find(|(_, thread)| **thread == Thread::Asked);
+            let asked = self
+                .threads
+                .iter()
+                .find(|(_, thread)| matches!(thread, Thread::Asked | Thread::Rewinding { .. }));
             let Some((&tid, _)) = asked else {
                 return Ok(());
             };
             if Instant::now() >= deadline {
                 return Err(Reply::Pending { tid, state: state_of(tid) });
             }
-            std::thread::sleep(Duration::from_micros(200));
+            std::thread::sleep(POLL);
         }
     }
 
@@ -195,6 +246,11 @@ impl Held {
             match sys::wait_for_traced() {
                 Ok(Waited::Stopped { tid, signal }) => {
                     self.threads.insert(tid, Thread::Stopped { signal });
+                }
+                Ok(Waited::SystemCall(tid)) => {
+                    if let Some(thread) = self.threads.get_mut(&tid) {
+                        at_system_call(tid, thread);
+                    }
                 }
                 Ok(Waited::Gone(tid)) => {
                     self.threads.remove(&tid);
@@ -211,7 +267,18 @@ impl Held {
     }
 
     fn let_go(&mut self, tids: &[Pid]) -> Reply {
+        // One that was running until now comes to its stop in a moment.
+        let deadline = Instant::now() + Duration::from_secs(1);
+        let coming = |held: &Self| {
+            tids.iter().any(|tid| {
+                matches!(held.threads.get(tid), Some(Thread::Asked | Thread::Rewinding { .. }))
+            })
+        };
         self.take_news();
+        while coming(self) && !self.frozen() && Instant::now() < deadline {
+            std::thread::sleep(POLL);
+            self.take_news();
+        }
         for tid in tids {
             match self.threads.get(tid) {
                 Some(Thread::Stopped { signal }) => {
@@ -220,13 +287,37 @@ impl Held {
                     self.threads.remove(tid);
                 }
                 // Only a stopped thread can be detached. The client ends this process instead.
-                Some(Thread::Asked) => {
+                Some(Thread::Asked | Thread::Guided | Thread::Rewinding { .. }) => {
                     return Reply::Pending { tid: *tid, state: state_of(*tid) };
                 }
                 None => {}
             }
         }
         Reply::Done
+    }
+}
+
+/// A thread is in front of a system call, or behind one.
+fn at_system_call(tid: Pid, thread: &mut Thread) {
+    let next = match (*thread, sys::entered_system_call(tid)) {
+        (Thread::Rewinding { number }, _) => {
+            rewind::finish(tid, number).map(|()| Thread::Stopped { signal: 0 })
+        }
+        (Thread::Guided, Ok(Some(call))) if inside::may_run(tid, &call) => {
+            sys::run_to_system_call(tid).map(|()| Thread::Guided)
+        }
+        (Thread::Guided, Ok(None)) => sys::run_to_system_call(tid).map(|()| Thread::Guided),
+        // It must not be made, or not now: a thread that is let go in front of a system call
+        // makes it, also in a frozen cgroup.
+        (_, Ok(Some(call))) => {
+            rewind::begin(tid).map(|()| Thread::Rewinding { number: call.number })
+        }
+        (_, Ok(None)) => Ok(Thread::Stopped { signal: 0 }),
+        (_, Err(error)) => Err(error),
+    };
+    // An error is ESRCH: it was killed, and the next wait says so.
+    if let Ok(next) = next {
+        *thread = next;
     }
 }
 
@@ -241,7 +332,9 @@ fn threads_to_hold(target: &Target) -> Vec<(Pid, Pid)> {
             Keep::None => true,
             Keep::All => false,
             Keep::RestoreThread(kept) => tid != kept,
-            Keep::Driver(kept) => tid != kept && !is_driver_thread(target.pid, tid),
+            Keep::Driver(kept) | Keep::InsideCalls(kept) => {
+                tid != kept && !is_driver_thread(target.pid, tid)
+            }
         })
         .map(|tid| (target.pid, tid))
         .collect()
