@@ -21,7 +21,7 @@
 //!
 //! | environment | meaning | default |
 //! |---|---|---|
-//! | `EMULATED_GPU_DIR` | the store | `/run/emulated-gpu` |
+//! | `EMULATED_GPU_DIR` | the store | `/dev/nvidia-emulated` |
 //! | `EMULATED_GPU_DEVICE` | device node of every GPU | `/dev/nvidia<N>` |
 //!
 //! `STORE/config` and `STORE/faults` are described at [`settings`] and

@@ -142,7 +142,7 @@ pub fn format_uuid(uuid: &Uuid) -> String {
 pub(crate) fn store_dir() -> &'static Path {
     static DIR: OnceLock<PathBuf> = OnceLock::new();
     DIR.get_or_init(|| {
-        std::env::var_os("EMULATED_GPU_DIR").unwrap_or_else(|| "/run/emulated-gpu".into()).into()
+        std::env::var_os("EMULATED_GPU_DIR").unwrap_or_else(|| "/dev/nvidia-emulated".into()).into()
     })
 }
 
