@@ -205,6 +205,12 @@ impl<'a> Case<'a> {
         self.directory.join(name)
     }
 
+    /// A program that cargo built.
+    #[must_use]
+    pub fn binary(&self, name: &str) -> PathBuf {
+        self.lab.binaries.join(name)
+    }
+
     /// Changes the runtime from now on.
     pub fn set(&self, settings: &Settings) -> Result<()> {
         self.runtime.set(&self.gpu, settings)

@@ -89,7 +89,7 @@ fn attempt(
             give_back::outlast_lost_locks(parts.driver, &cuda, limits.lock);
         }
         give_back::restore(parts.driver, parts.processes, &cuda, limits.restore)?;
-        give_back::unlock(parts.driver, parts.processes, &cuda)?;
+        give_back::unlock(parts.driver, parts.processes, &cuda, limits.restore)?;
     }
     match (goal, parts.freezer.frozen()?) {
         (Goal::Paused, false) => parts.freezer.freeze()?,

@@ -136,20 +136,23 @@ pub(crate) fn unlock(
     driver: &mut dyn Driver,
     processes: &dyn Processes,
     cuda: &[CudaProcess],
+    limit: Duration,
 ) -> Result<(), Cause> {
     let asked: Vec<CudaProcess> =
         cuda.iter().filter(|process| process.found == Some(CudaState::Running)).cloned().collect();
+    // It takes a millisecond or so; what takes longer than this will not come.
+    let limit = limit.min(STATE);
     let mut attempts = 0;
     loop {
         attempts += 1;
-        let answers = driver.unlock(&pids(&asked), STATE);
+        let answers = driver.unlock(&pids(&asked), limit);
         let done = check(processes, answers, &asked).and_then(|()| {
             verify(
                 driver,
                 processes,
                 cuda,
                 |process| process.found.unwrap_or(CudaState::Running),
-                STATE,
+                limit,
             )
         });
         match done {
@@ -169,7 +172,7 @@ pub(crate) fn unlock(
                         processes,
                         cuda,
                         |process| process.found.unwrap_or(CudaState::Running),
-                        STATE,
+                        limit,
                     );
                 }
                 return Err(cause);

@@ -151,7 +151,7 @@ fn run(
     give_back::restore(parts.driver, processes, &cuda, request.limits.restore)?;
 
     progress.enter(Phase::Unlock);
-    give_back::unlock(parts.driver, processes, &cuda)?;
+    give_back::unlock(parts.driver, processes, &cuda, request.limits.restore)?;
     if cuda.iter().any(|process| !processes.alive(process.process.id)) {
         return Err(Cause::Gone);
     }

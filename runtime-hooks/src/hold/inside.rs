@@ -107,6 +107,9 @@ pub(crate) fn may_run(tid: Pid, call: &SystemCall) -> bool {
     if ON_DESCRIPTOR.contains(&call.number) {
         return is_drivers(tid, call.arguments[0]);
     }
+    if call.number == libc::SYS_fcntl {
+        return ASKING.contains(&call.arguments[1]);
+    }
     let opening = match call.number {
         #[cfg(target_arch = "x86_64")]
         libc::SYS_open => Some(call.arguments[1]),
@@ -116,6 +119,10 @@ pub(crate) fn may_run(tid: Pid, call: &SystemCall) -> bool {
     // Opening makes nothing, unless it is told to; what is then written is told by the descriptor.
     opening.is_some_and(|flags| flags & OPENING_MAKES == 0)
 }
+
+/// What fcntl can be asked without changing anything.
+#[allow(clippy::cast_sign_loss, reason = "names, not numbers")]
+const ASKING: &[u64] = &[libc::F_GETFD as u64, libc::F_GETFL as u64];
 
 #[allow(clippy::cast_sign_loss, reason = "flags, not numbers")]
 const OPENING_MAKES: u64 =
@@ -160,6 +167,8 @@ mod tests {
         let event = nix::sys::eventfd::EventFd::new().unwrap();
         assert!(allowed(libc::SYS_write, with(0, event.as_raw_fd())));
         assert!(!allowed(libc::SYS_ioctl, with(0, 9999)));
+        assert!(allowed(libc::SYS_fcntl, with(1, libc::F_GETFD)));
+        assert!(!allowed(libc::SYS_fcntl, with(1, libc::F_SETLK)));
     }
 
     #[test]

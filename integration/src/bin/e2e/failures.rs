@@ -71,7 +71,8 @@ pub(crate) fn tests() -> Vec<Test> {
             never_comes_back(case, fault)
         }));
     }
-    for fault in ["restore error:304", "restore hang", "restore crash", "unlock error:304"] {
+    let restores = ["restore error:304", "restore hang", "restore crash"];
+    for fault in restores.into_iter().chain(["unlock error:304", "unlock hang"]) {
         tests
             .push(Test::new(format!("{}_for_ever_at_restore", word(fault)), move |case: &Case| {
                 restore_fails(case, fault)

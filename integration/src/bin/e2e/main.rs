@@ -4,8 +4,10 @@
 //! own; FILTER is any part of it.
 
 mod containers;
+mod criu;
 mod exec;
 mod failures;
+mod hostile;
 mod killed;
 mod plain;
 mod ranks;
@@ -51,6 +53,8 @@ fn main() -> Result<ExitCode> {
         ("containers", containers::tests()),
         ("ranks", ranks::tests()),
         ("tcp", tcp::tests()),
+        ("criu", criu::tests()),
+        ("hostile", hostile::tests()),
         ("failures", failures::tests()),
         ("killed", killed::tests()),
     ];
