@@ -215,3 +215,68 @@ impl Drop for Helper {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::os::unix::fs::PermissionsExt as _;
+
+    /// A helper that is this script.
+    fn helper(script: &str) -> (tempfile::TempDir, Helper) {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("helper");
+        std::fs::write(&path, format!("#!/bin/sh\n{script}\n")).unwrap();
+        std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o755)).unwrap();
+        let helper = Helper::start(&Program::at(path), "__driver").unwrap();
+        (directory, helper)
+    }
+
+    fn soon() -> Instant {
+        Instant::now() + Duration::from_millis(200)
+    }
+
+    #[test]
+    fn one_that_does_not_answer_is_given_up_and_killed() {
+        let (_directory, mut helper) = helper("exec sleep 1000");
+        let pid = i32::try_from(helper.id()).unwrap();
+        let begun = Instant::now();
+        assert!(matches!(helper.receive::<String>(soon()), Err(Lost::Deadline)));
+        assert!(begun.elapsed() < Duration::from_secs(30));
+        drop(helper);
+        assert_eq!(crate::processes::start_time(pid), None);
+    }
+
+    #[test]
+    fn one_that_ends_leaves_its_last_words() {
+        let (_directory, mut helper) = helper("echo no such driver >&2; exit 3");
+        let far = Instant::now() + Duration::from_secs(30);
+        match helper.receive::<String>(far) {
+            Err(Lost::Ended(how)) => assert_eq!(how, "exit status: 3: no such driver"),
+            other => panic!("{other:?}"),
+        }
+    }
+
+    #[test]
+    fn its_answers_come_line_by_line_and_nonsense_is_an_end() {
+        let (_directory, mut helper) =
+            helper("printf '\"a\"\\n\"b'; sleep 0.1; echo '\"'; echo what");
+        let far = Instant::now() + Duration::from_secs(30);
+        assert_eq!(helper.receive::<String>(far).unwrap(), "a");
+        assert_eq!(helper.receive::<String>(far).unwrap(), "b");
+        assert!(matches!(helper.receive::<String>(far), Err(Lost::Ended(_))));
+    }
+
+    #[test]
+    fn it_inherits_neither_descriptors_nor_the_callers_gpus() {
+        let file = tempfile::tempfile().unwrap();
+        let inherited = nix::unistd::dup(&file).unwrap();
+        let script =
+            "echo \"\\\"$(ls /proc/self/fd | tr '\\n' ' ')${CUDA_VISIBLE_DEVICES-none}\\\"\"";
+        let (_directory, mut helper) = helper(script);
+        let far = Instant::now() + Duration::from_secs(30);
+        let seen = helper.receive::<String>(far).unwrap();
+        drop(inherited);
+        // 3 is ls's own.
+        assert_eq!(seen, "0 1 2 3 none");
+    }
+}

@@ -53,27 +53,28 @@ pub fn suspend(
     let deadline = Instant::now() + limits.lock;
     loop {
         lock_all(parts, entry, cuda, deadline, limits)?;
-        let new = newcomers(parts, cuda)?;
+        let mut new = newcomers(parts, cuda)?;
         if new.is_empty() {
             progress.enter(Phase::Hold);
             parts.holding().all(cuda, restore_thread_runs)?;
             parts.hold.settle()?;
             // From here on none can start CUDA; one that did just before is found now.
-            let late = newcomers(parts, cuda)?;
-            if late.is_empty() {
+            new = newcomers(parts, cuda)?;
+            if new.is_empty() {
                 break;
             }
-            if entry.frozen {
-                parts.holding().all(cuda, driver_runs)?;
-                parts.hold.settle()?;
-            } else {
-                parts.hold.release();
-            }
             progress.enter(Phase::Lock);
-            admit(parts, entry, cuda, late, allowed)?;
-        } else {
-            admit(parts, entry, cuda, new, allowed)?;
         }
+        cuda.extend(new);
+        // Until now it was held like a process without CUDA, with the driver's threads.
+        if entry.frozen {
+            parts.holding().all(cuda, driver_runs)?;
+            parts.hold.settle()?;
+        } else {
+            parts.hold.release();
+        }
+        find_states(parts, entry, cuda)?;
+        gate(cuda, allowed)?;
         if Instant::now() >= deadline
             && let Some(last) = cuda.last()
         {
@@ -99,19 +100,6 @@ pub fn suspend(
 /// An error if the caller wants no more.
 pub(crate) fn interruptible(parts: &Parts<'_>) -> Result<(), Cause> {
     if (parts.interrupted)() { Err(Cause::Interrupted) } else { Ok(()) }
-}
-
-/// Takes processes that began with CUDA meanwhile in, if the container may have as many.
-fn admit(
-    parts: &mut Parts<'_>,
-    entry: &mut Entry,
-    cuda: &mut Vec<CudaProcess>,
-    new: Vec<CudaProcess>,
-    allowed: &Annotations,
-) -> Result<(), Cause> {
-    cuda.extend(new);
-    find_states(parts, entry, cuda)?;
-    gate(cuda, allowed)
 }
 
 /// Learns in which state each is, and notes it where a later repair finds it.

@@ -100,7 +100,7 @@ fn with_tcp_criu_kills_and_the_manifest_comes_last() {
 #[test]
 fn all_are_locked_before_any_is_checkpointed() {
     let world = World::new(3, false);
-    world.with(|state| state.births.push(("lock", process(150, true))));
+    world.with(|state| state.births.push(("lock", 0, process(150, true))));
     take(&world, EXIT).unwrap();
     let log = world.log();
     let last_lock = log.iter().rposition(|call| call == "lock").unwrap();
@@ -120,7 +120,7 @@ fn a_second_cuda_process_needs_leave_also_when_it_comes_late() {
     assert!(!world.log().contains(&"lock".to_owned()));
 
     let world = World::new(1, false);
-    world.with(|state| state.births.push(("lock", process(150, true))));
+    world.with(|state| state.births.push(("lock", 0, process(150, true))));
     let failure = take_with(&world, EXIT, &Annotations::default()).unwrap_err();
     assert!(matches!(failure.left, Left::Running), "{failure}");
     assert_eq!(world.states(), [CudaState::Running; 2]);
@@ -130,12 +130,34 @@ fn a_second_cuda_process_needs_leave_also_when_it_comes_late() {
 fn a_process_that_starts_cuda_after_the_hold_is_not_dumped() {
     for frozen in [false, true] {
         let world = World::new(1, frozen);
-        world.with(|state| state.births.push(("freeze", process(150, true))));
+        world.with(|state| state.births.push(("freeze", 0, process(150, true))));
         let failure = take(&world, EXIT).unwrap_err();
         assert_eq!(failure.phase, Phase::Freeze, "{failure}");
         assert!(!world.log().contains(&"dump".to_owned()));
         assert_eq!(world.states(), [CudaState::Running; 2]);
     }
+}
+
+#[test]
+fn a_process_that_starts_cuda_just_before_the_hold_is_locked_too() {
+    for frozen in [false, true] {
+        // Looks are: before the lock, after it, and behind the hold.
+        let world = World::new(1, frozen);
+        let holds = if frozen { 3 } else { 1 };
+        world.with(|state| state.births.push(("settle", holds, process(150, true))));
+        take(&world, After::LeaveRunning).unwrap();
+        world.with(|state| {
+            assert!(state.births.is_empty() && !state.ran, "frozen={frozen}");
+            assert_eq!(state.manifest.as_ref().unwrap().processes.len(), 2);
+        });
+    }
+}
+
+#[test]
+fn a_container_without_cuda_costs_no_driver() {
+    let world = World::new(0, true);
+    assert!(world.run(discover).unwrap().is_empty());
+    assert!(world.log().is_empty(), "{:?}", world.log());
 }
 
 #[test]

@@ -53,8 +53,8 @@ pub struct State {
     pub log: Vec<String>,
     /// Faults still to come: name of the call, how many times.
     pub faults: Vec<(&'static str, Fault, u32)>,
-    /// Processes that start CUDA at the first time that the named call is made.
-    pub births: Vec<(&'static str, Process)>,
+    /// Processes that start CUDA when the named call is made after so many others of its name.
+    pub births: Vec<(&'static str, u32, Process)>,
     pub image_is_whole: bool,
     pub entry: Option<Entry>,
     pub interrupted: bool,
@@ -201,13 +201,18 @@ impl World {
         }
         self.with(|state| {
             state.log.push(call.to_owned());
-            let born: Vec<Process> = {
-                let (now, later) =
-                    std::mem::take(&mut state.births).into_iter().partition(|(at, _)| *at == call);
-                state.births = later;
-                let now: Vec<(&str, Process)> = now;
-                now.into_iter().map(|(_, process)| process).collect()
-            };
+            let mut born = Vec::new();
+            state.births.retain_mut(|(at, skip, process)| {
+                if *at != call {
+                    return true;
+                }
+                if *skip > 0 {
+                    *skip -= 1;
+                    return true;
+                }
+                born.push(process.clone());
+                false
+            });
             for process in born {
                 state.cuda.insert(process.id.pid, CudaState::Running);
                 state.processes.push(process);
