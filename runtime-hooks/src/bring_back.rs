@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 use crate::discover::probe;
 use crate::error::{Cause, Failure, Left, Phase};
 use crate::give_back;
+use crate::hold::HoldError;
 use crate::journal::Entry;
 use crate::parts::{CudaProcess, Limits, Parts};
 use crate::processes::Process;
@@ -45,15 +46,28 @@ pub fn bring_back(
     thaw: Thaw,
     limits: &Limits,
 ) -> Result<(), Cause> {
-    match attempt(parts, entry, goal, thaw, limits) {
-        Ok(()) => Ok(()),
-        Err(cause @ (Cause::Driver { .. } | Cause::Unusable { .. } | Cause::Gone)) => Err(cause),
-        Err(cause) => {
-            tracing::warn!(%cause, container = entry.container, "bringing back is tried again");
-            attempt(parts, entry, goal, thaw, limits)
+    let mut attempts = 0;
+    loop {
+        attempts += 1;
+        let cause = match attempt(parts, entry, goal, thaw, limits) {
+            Ok(()) => return Ok(()),
+            Err(cause) => cause,
+        };
+        let last_word = match &cause {
+            Cause::Unusable { .. } | Cause::Gone | Cause::NoRoom { .. } => true,
+            // A helper that was lost says nothing of the process.
+            Cause::Driver { error, .. } => error.code().is_some(),
+            _ => false,
+        };
+        if last_word || attempts == ATTEMPTS {
+            return Err(cause);
         }
+        tracing::warn!(%cause, container = entry.container, "bringing back is tried again");
     }
 }
+
+/// How often bringing back is tried.
+const ATTEMPTS: u32 = 3;
 
 fn attempt(
     parts: &mut Parts<'_>,
@@ -70,9 +84,17 @@ fn attempt(
     let frozen = parts.freezer.frozen()?;
     if !cuda.is_empty() {
         let hold = frozen || goal == Goal::Paused;
-        if hold {
-            parts.holding().all(&cuda, driver_runs)?;
-        } else {
+        let held = if hold { parts.holding().all(&cuda, driver_runs) } else { Ok(()) };
+        let hold = match held {
+            // Somebody traces one of them. It is a matter of milliseconds of its code.
+            Err(Cause::Hold(HoldError::Refused { pid, .. })) if goal == Goal::Running => {
+                tracing::warn!(pid, container = entry.container, "cannot be held; it is let run");
+                false
+            }
+            Err(cause) => return Err(cause),
+            Ok(()) => hold,
+        };
+        if !hold {
             parts.hold.release();
         }
         if frozen {
@@ -110,6 +132,7 @@ pub fn put_back(parts: &mut Parts<'_>, entry: &Entry, limits: &Limits) -> Left {
         if entry.frozen { (Goal::Paused, Left::Paused) } else { (Goal::Running, Left::Running) };
     let brought = bring_back(parts, entry, goal, Thaw::Freezer, limits);
     let left = match brought {
+        Ok(()) if !parts.processes.alive(entry.init) => Left::Gone,
         Ok(()) => left,
         Err(because) => kill(parts, entry, because),
     };
@@ -186,7 +209,11 @@ fn wait_for_criu(parts: &mut Parts<'_>) -> Result<(), Cause> {
     loop {
         let own = parts.hold.tracer();
         let list = parts.processes.list()?;
-        let traced = list.iter().find(|process| process.tracer != 0 && Some(process.tracer) != own);
+        let traced = list.iter().find(|process| {
+            process.tracer != 0
+                && Some(process.tracer) != own
+                && parts.processes.is_criu(process.tracer)
+        });
         let Some(traced) = traced else { return Ok(()) };
         if Instant::now() >= deadline {
             let who = crate::parts::who(traced);

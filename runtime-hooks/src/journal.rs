@@ -148,7 +148,11 @@ impl JournalFile {
     /// namespace, Podman) is another container.
     #[must_use]
     pub fn new(state: &Path, runtime_root: &Path, id: &str) -> Self {
-        let directory = state.join(root_name(runtime_root));
+        // However it is spelled: with a link, a trailing slash, or relative.
+        let root = fs::canonicalize(runtime_root)
+            .or_else(|_| std::path::absolute(runtime_root))
+            .unwrap_or_else(|_| runtime_root.to_owned());
+        let directory = state.join(root_name(&root));
         Self { directory, name: id.to_owned() }
     }
 
@@ -318,6 +322,20 @@ mod tests {
         journal("/a", "c2").lock(Duration::ZERO).unwrap();
         drop(lock);
         journal("/a", "c1").lock(Duration::ZERO).unwrap();
+    }
+
+    #[test]
+    fn another_spelling_of_the_root_is_the_same_container() {
+        let state = tempfile::tempdir().unwrap();
+        let root = tempfile::tempdir().unwrap();
+        let link = state.path().join("link");
+        std::os::unix::fs::symlink(root.path(), &link).unwrap();
+        let lock = JournalFile::new(state.path(), root.path(), "c1").lock(Duration::ZERO).unwrap();
+        for other in [link, root.path().join(""), root.path().join(".")] {
+            let journal = JournalFile::new(state.path(), &other, "c1");
+            assert!(matches!(journal.lock(Duration::ZERO).unwrap_err(), JournalError::Busy));
+        }
+        drop(lock);
     }
 
     #[test]

@@ -1,8 +1,8 @@
 //! The processes of a container, and which of them may have CUDA.
 
 use std::path::{Path, PathBuf};
+use std::{fs, io};
 
-use procfs::process::{FDTarget, MMapPath, Process as ProcProcess};
 use serde::{Deserialize, Serialize};
 
 /// A process id in the pid namespace of this process.
@@ -56,12 +56,17 @@ const DEVICE_PREFIX: &str = "/dev/nvidia";
 /// A container chooses the names of its processes; escaped, they can be longer than the kernel's
 /// 15 bytes.
 const COMMAND: usize = 64;
+/// And of paths, in characters.
+const PATH: usize = 256;
 
 /// Looks processes up.
 pub trait Processes {
     /// All processes in the container's cgroup and below it that live in the container's pid
     /// namespace or one below.
     fn list(&self) -> Result<Vec<Process>, ProcessesError>;
+
+    /// Whether a process is CRIU at work.
+    fn is_criu(&self, pid: Pid) -> bool;
 
     /// Whether this host has a GPU's device file at all.
     fn host_has_gpu(&self) -> bool;
@@ -87,7 +92,7 @@ pub enum ProcessesError {
         /// Which.
         pid: Pid,
         /// Why.
-        source: procfs::ProcError,
+        source: std::io::Error,
     },
 }
 
@@ -102,7 +107,9 @@ pub struct CgroupProcesses {
 impl CgroupProcesses {
     /// `directory` is the container's cgroup in a mounted hierarchy.
     pub fn new(directory: &Path, init: Pid) -> Result<Self, ProcessesError> {
-        let inner = nspid(init).map_err(|source| ProcessesError::Process { pid: init, source })?;
+        let inner = fs::read(format!("/proc/{init}/status"))
+            .map(|status| nspid(&status, init))
+            .map_err(|source| ProcessesError::Process { pid: init, source })?;
         Ok(Self { directory: directory.to_owned(), level: inner.len().saturating_sub(1) })
     }
 
@@ -141,58 +148,98 @@ impl CgroupProcesses {
         Ok(())
     }
 
-    fn describe(&self, pid: Pid) -> Result<Option<Process>, procfs::ProcError> {
-        let process = ProcProcess::new(pid)?;
-        let stat = process.stat()?;
-        let status = process.status()?;
-        let ids = status.nspid.unwrap_or_else(|| vec![pid]);
+    fn describe(&self, pid: Pid) -> io::Result<Option<Process>> {
+        let proc = PathBuf::from(format!("/proc/{pid}"));
+        let stat = Stat::read(&proc)?;
+        let status = fs::read(proc.join("status"))?;
+        let ids = nspid(&status, pid);
         // Fewer levels: a process of the host in the container's cgroup (`runc exec` on its way).
-        let Some(&inner_pid) = ids.get(self.level) else {
-            return Ok(None);
-        };
-        if matches!(stat.state, 'Z' | 'X') {
+        let Some(&inner_pid) = ids.get(self.level) else { return Ok(None) };
+        if stat.is_dead() {
             return Ok(None);
         }
-        let maps_libcuda = process.maps()?.into_iter().any(|map| match map.pathname {
-            MMapPath::Path(path) => is_libcuda(&path),
-            _ => false,
-        });
-        let mut devices: Vec<String> = process
-            .fd()?
-            .filter_map(|fd| match fd.ok()?.target {
-                FDTarget::Path(path) => path.to_str().map(str::to_owned),
-                _ => None,
-            })
-            .filter(|path| path.starts_with(DEVICE_PREFIX))
-            .collect();
+        let maps = fs::read(proc.join("maps"))?;
+        let maps_libcuda = maps.split(|&byte| byte == b'\n').any(maps_libcuda);
+        let mut devices = Vec::new();
+        for descriptor in fs::read_dir(proc.join("fd"))? {
+            // One that was closed meanwhile is none.
+            let Ok(target) = fs::read_link(descriptor?.path()) else { continue };
+            let target = target.to_string_lossy();
+            if target.starts_with(DEVICE_PREFIX) {
+                devices.push(stasis_config::text::printable(&target, PATH));
+            }
+        }
         devices.sort_unstable();
         devices.dedup();
         Ok(Some(Process {
-            id: ProcessId { pid, start_time: stat.starttime },
+            id: ProcessId { pid, start_time: stat.start_time },
             inner_pid,
-            command: stasis_config::text::printable(&stat.comm, COMMAND),
+            command: stasis_config::text::printable(&stat.command, COMMAND),
             maps_libcuda,
             devices,
-            tracer: status.tracerpid,
+            tracer: field(&status, "TracerPid").and_then(|pid| pid.parse().ok()).unwrap_or(0),
         }))
     }
 }
 
-fn nspid(pid: Pid) -> Result<Vec<Pid>, procfs::ProcError> {
-    Ok(ProcProcess::new(pid)?.status()?.nspid.unwrap_or_else(|| vec![pid]))
+/// What /proc/PID/stat says. A container chooses its processes' names, so all of this is read as
+/// bytes: a name need not be UTF-8.
+struct Stat {
+    command: String,
+    state: char,
+    start_time: u64,
 }
 
-fn is_libcuda(path: &Path) -> bool {
-    path.file_name()
-        .and_then(|name| name.to_str())
-        .is_some_and(|name| name.starts_with("libcuda.so"))
+impl Stat {
+    fn read(proc: &Path) -> io::Result<Self> {
+        Self::parse(&fs::read(proc.join("stat"))?)
+            .ok_or_else(|| io::Error::other("its stat is not understood"))
+    }
+
+    fn parse(stat: &[u8]) -> Option<Self> {
+        let stat = String::from_utf8_lossy(stat);
+        // The name is in parentheses and may hold some itself.
+        let (before, after) = stat.rsplit_once(") ")?;
+        let (_, command) = before.split_once(" (")?;
+        let mut fields = after.split_ascii_whitespace();
+        let state = fields.next()?.chars().next()?;
+        // Field 22; the state is field 3.
+        let start_time = fields.nth(18)?.parse().ok()?;
+        Some(Self { command: command.to_owned(), state, start_time })
+    }
+
+    fn is_dead(&self) -> bool {
+        matches!(self.state, 'Z' | 'X')
+    }
+}
+
+/// A field of /proc/PID/status.
+fn field(status: &[u8], name: &str) -> Option<String> {
+    status.split(|&byte| byte == b'\n').find_map(|line| {
+        let value = line.strip_prefix(name.as_bytes())?.strip_prefix(b":")?;
+        Some(String::from_utf8_lossy(value).trim().to_owned())
+    })
+}
+
+/// Its pid in each pid namespace, from that of /proc down to its own.
+fn nspid(status: &[u8], pid: Pid) -> Vec<Pid> {
+    field(status, "NSpid").map_or_else(
+        || vec![pid],
+        |ids| ids.split_ascii_whitespace().filter_map(|id| id.parse().ok()).collect(),
+    )
+}
+
+/// Whether a line of /proc/PID/maps is of libcuda.
+fn maps_libcuda(line: &[u8]) -> bool {
+    let name = line.rsplit(|&byte| byte == b'/').next().unwrap_or_default();
+    line.contains(&b'/') && name.starts_with(b"libcuda.so")
 }
 
 /// The start time of a process, `None` if there is no such process or it is a zombie.
 #[must_use]
 pub fn start_time(pid: Pid) -> Option<u64> {
-    let stat = ProcProcess::new(pid).ok()?.stat().ok()?;
-    (!matches!(stat.state, 'Z' | 'X')).then_some(stat.starttime)
+    let stat = Stat::read(Path::new(&format!("/proc/{pid}"))).ok()?;
+    (!stat.is_dead()).then_some(stat.start_time)
 }
 
 impl Processes for CgroupProcesses {
@@ -206,12 +253,15 @@ impl Processes for CgroupProcesses {
             match self.describe(pid) {
                 Ok(process) => found.extend(process),
                 // Ended meanwhile.
-                Err(procfs::ProcError::NotFound(_)) => {}
                 Err(_) if start_time(pid).is_none() => {}
                 Err(source) => return Err(ProcessesError::Process { pid, source }),
             }
         }
         Ok(found)
+    }
+
+    fn is_criu(&self, pid: Pid) -> bool {
+        fs::read(format!("/proc/{pid}/comm")).is_ok_and(|name| name.starts_with(b"criu"))
     }
 
     fn host_has_gpu(&self) -> bool {
@@ -248,9 +298,27 @@ mod tests {
 
     #[test]
     fn libcuda_is_known_with_any_version() {
-        assert!(is_libcuda(Path::new("/usr/lib/libcuda.so.580.159.04")));
-        assert!(is_libcuda(Path::new("/x/libcuda.so.1")));
-        assert!(!is_libcuda(Path::new("/x/libcudart.so.13")));
+        let line = |path: &[u8]| [b"7f00-7f01 r--p 00000000 fe:00 42      ", path].concat();
+        assert!(maps_libcuda(&line(b"/usr/lib/libcuda.so.580.159.04")));
+        assert!(maps_libcuda(&line(b"/x\xff/libcuda.so.1 (deleted)")));
+        assert!(!maps_libcuda(&line(b"/x/libcudart.so.13")));
+        assert!(!maps_libcuda(b"7f00-7f01 rw-p 00000000 00:00 0"));
+    }
+
+    #[test]
+    fn a_name_may_be_anything() {
+        let rest = "1 1 1 0 -1 4194304 1 0 0 0 0 0 0 0 20 0 1 0 4711 0 0";
+        let stat = [b"7 (a) b\xff (c) R ".as_slice(), rest.as_bytes()].concat();
+        let stat = Stat::parse(&stat).unwrap();
+        assert_eq!((stat.command.as_str(), stat.state), ("a) b\u{fffd} (c", 'R'));
+        assert_eq!(stat.start_time, 4711);
+    }
+
+    #[test]
+    fn status_is_read_as_bytes() {
+        let status = b"Name:\ta\xff\nNSpid:\t77\t5\t1\nTracerPid:\t9\n";
+        assert_eq!(nspid(status, 77), [77, 5, 1]);
+        assert_eq!(field(status, "TracerPid").unwrap(), "9");
     }
 
     #[test]

@@ -68,7 +68,6 @@ const HARMLESS: &[i64] = &[
     libc::SYS_faccessat2,
     libc::SYS_readlinkat,
     libc::SYS_getdents64,
-    libc::SYS_close,
     // The calls that other architectures never had.
     #[cfg(target_arch = "x86_64")]
     libc::SYS_poll,
@@ -90,6 +89,7 @@ const HARMLESS: &[i64] = &[
 
 /// Calls with a descriptor that may be the driver's.
 const ON_DESCRIPTOR: &[i64] = &[
+    libc::SYS_close,
     libc::SYS_ioctl,
     libc::SYS_write,
     libc::SYS_pwrite64,

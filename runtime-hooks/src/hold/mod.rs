@@ -24,8 +24,15 @@ use crate::processes::Pid;
 /// First argument that makes this executable the tracer.
 pub const HELPER_SUBCOMMAND: &str = "__hold";
 
-/// How the names of the driver's own threads begin (`cuda-EvtHandlr` and the restore thread).
-const DRIVER_THREADS: &str = "cuda";
+/// Whether a thread of this name is the driver's: `cuda-EvtHandlr`, or `cuda` and a number, as its
+/// worker threads are called (`cuda00001400006`; both seen on 580). An application can call its
+/// own threads anything, so no more than this is believed.
+fn is_drivers_name(name: &str) -> bool {
+    name == "cuda-EvtHandlr"
+        || name.strip_prefix("cuda").is_some_and(|number| {
+            number.len() >= 8 && number.bytes().all(|byte| byte.is_ascii_hexdigit())
+        })
+}
 
 /// Which threads of a process go on running.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]

@@ -16,7 +16,7 @@ use nix::errno::Errno;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use serde::{Deserialize, Serialize};
 
-use super::{DRIVER_THREADS, Keep, Target, inside, rewind};
+use super::{Keep, Target, inside, rewind};
 use crate::container::Cgroup;
 use crate::freezer::Freezer;
 use crate::processes::Pid;
@@ -200,8 +200,11 @@ impl Held {
 
     fn seize_new(&mut self) -> Result<usize, Reply> {
         let mut new = 0;
+        let frozen = self.frozen();
         for (pid, tid) in self.targets.iter().flat_map(threads_to_hold).collect::<Vec<_>>() {
-            if self.threads.contains_key(&tid) {
+            // Seizing a stopped thread waits for it, and in a frozen cgroup for ever. It is seized
+            // after the thaw.
+            if self.threads.contains_key(&tid) || (frozen && state_of(tid).starts_with('T')) {
                 continue;
             }
             match sys::seize(tid) {
@@ -227,10 +230,10 @@ impl Held {
     fn wait_for_stops(&mut self, deadline: Instant) -> Result<(), Reply> {
         loop {
             self.take_news();
-            let asked = self
-                .threads
-                .iter()
-                .find(|(_, thread)| matches!(thread, Thread::Asked | Thread::Rewinding { .. }));
+            let asked = self.threads.iter().find(|(tid, thread)| {
+                matches!(thread, Thread::Asked | Thread::Rewinding { .. })
+                    && !waits_for_child(**tid)
+            });
             let Some((&tid, _)) = asked else {
                 return Ok(());
             };
@@ -344,7 +347,7 @@ fn is_driver_thread(pid: Pid, tid: Pid) -> bool {
     // A main thread keeps the program's name, which may begin in any way.
     pid != tid
         && fs::read_to_string(format!("/proc/{pid}/task/{tid}/comm"))
-            .is_ok_and(|name| name.starts_with(DRIVER_THREADS))
+            .is_ok_and(|name| super::is_drivers_name(name.trim_end()))
 }
 
 fn status_field(tid: Pid, field: &str) -> Option<String> {
@@ -360,6 +363,22 @@ fn tracer_of(tid: Pid) -> Option<Pid> {
 
 fn state_of(tid: Pid) -> String {
     status_field(tid, "State").unwrap_or_else(|| "unknown".to_owned())
+}
+
+/// Whether a thread stands inside vfork: it comes out when its child, which is held too, has
+/// executed a program or ended, so it stands as if it were held.
+fn waits_for_child(tid: Pid) -> bool {
+    let calls = [
+        #[cfg(target_arch = "x86_64")]
+        nix::libc::SYS_vfork,
+        nix::libc::SYS_clone,
+        nix::libc::SYS_clone3,
+    ];
+    state_of(tid).starts_with('D')
+        && fs::read_to_string(format!("/proc/{tid}/syscall")).is_ok_and(|call| {
+            let number = call.split(' ').next().and_then(|number| number.parse().ok());
+            number.is_some_and(|number: i64| calls.contains(&number))
+        })
 }
 
 fn is_dead(pid: Pid, tid: Pid) -> bool {

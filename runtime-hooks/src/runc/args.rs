@@ -102,15 +102,21 @@ impl CommandLine {
         Arguments(self.rest.clone())
     }
 
-    /// The container id: for all subcommands but exec, kill, and update (where it comes first)
-    /// the only positional argument.
+    /// The container id. Flags may come before it or, if it is the first argument, behind it: runc's
+    /// parser sorts them then. `None` where it is not clear what is the id.
     #[must_use]
     pub fn id(&self) -> Option<&OsStr> {
         let id = match self.subcommand.as_str() {
             "checkpoint" | "restore" | "resume" | "pause" | "delete" | "create" | "run" => {
-                self.rest.last()?
+                let first = first_positional(&self.rest, VALUED_OPTIONS)?;
+                let is_first = self.rest.first() == Some(first);
+                let is_last = self.rest.last().is_some_and(|last| std::ptr::eq(last, first));
+                if !is_first && !is_last {
+                    return None;
+                }
+                first
             }
-            "exec" => first_positional(&self.rest)?,
+            "exec" => first_positional(&self.rest, VALUED_EXEC)?,
             _ => return None,
         };
         let valid = |byte: &u8| byte.is_ascii_alphanumeric() || b"_+-.".contains(byte);
@@ -154,12 +160,12 @@ const VALUED_EXEC: &[&str] = &[
     "ignore-paused",
 ];
 
-fn first_positional(tokens: &[OsString]) -> Option<&OsString> {
+fn first_positional<'a>(tokens: &'a [OsString], valued: &[&str]) -> Option<&'a OsString> {
     let mut tokens = tokens.iter();
     while let Some(token) = tokens.next() {
         match flag(token) {
             Some(("ignore-paused", _)) => {}
-            Some((name, None)) if VALUED_EXEC.contains(&name) => {
+            Some((name, None)) if valued.contains(&name) => {
                 tokens.next();
             }
             Some(_) => {}
@@ -350,6 +356,20 @@ mod tests {
         }
         assert_eq!(line("exec --process /p --detach c1 sh -c x").id().unwrap(), "c1");
         assert_eq!(line("exec -e A=b --ignore-paused c1").id().unwrap(), "c1");
+    }
+
+    #[test]
+    fn the_id_may_come_first_and_must_be_clear() {
+        assert_eq!(line("restore i1 --image-path /p --detach").id().unwrap(), "i1");
+        assert_eq!(
+            line("restore i1 --image-path /p").arguments().image_path(),
+            PathBuf::from("/p")
+        );
+        // Go stops at the first argument that is no flag; runc then refuses the rest.
+        assert_eq!(line("restore --detach i1 --image-path img").id(), None);
+        // The value of an option that is not known here.
+        assert_eq!(line("restore --new-option value i1").id(), None);
+        assert_eq!(line("restore --new-option=value i1").id().unwrap(), "i1");
     }
 
     #[test]
