@@ -84,8 +84,8 @@ fn attempt(
     let frozen = parts.freezer.frozen()?;
     if !cuda.is_empty() {
         let hold = frozen || goal == Goal::Paused;
-        let held = if hold { parts.holding().all(&cuda, driver_runs) } else { Ok(()) };
-        let hold = match held {
+        let asked = if hold { parts.holding().all(&cuda, driver_runs) } else { Ok(()) };
+        let hold = match asked {
             // Somebody traces one of them. It is a matter of milliseconds of its code.
             Err(Cause::Hold(HoldError::Refused { pid, .. })) if goal == Goal::Running => {
                 tracing::warn!(pid, container = entry.container, "cannot be held; it is let run");
@@ -224,7 +224,10 @@ fn wait_for_criu(parts: &mut Parts<'_>) -> Result<(), Cause> {
 }
 
 /// The processes of the entry that still run, with their restore threads.
-fn processes_of(parts: &mut Parts<'_>, entry: &Entry) -> Result<Vec<CudaProcess>, Cause> {
+pub(crate) fn processes_of(
+    parts: &mut Parts<'_>,
+    entry: &Entry,
+) -> Result<Vec<CudaProcess>, Cause> {
     if entry.processes.is_empty() {
         return Ok(Vec::new());
     }

@@ -15,10 +15,10 @@ use oci_spec::runtime::Spec;
 use stasis_config::Annotations;
 use stasis_config::manifest::{self, Manifest};
 
-use crate::bring_back::{Goal, Thaw, bring_back, fail, kill, kill_and_wait, log_of};
+use crate::bring_back::{Goal, Thaw, bring_back, fail, kill, kill_and_wait, log_of, processes_of};
 use crate::container::Container;
 use crate::cuda::{Call, DriverError, DriverFacts};
-use crate::discover::{find_uses, gate};
+use crate::discover::{find_uses, gate, newcomers};
 use crate::error::{Cause, Failure, Left, Phase};
 use crate::journal::{Entry, Stage};
 use crate::parts::{CudaProcess, Limits, Parts, Progress};
@@ -57,7 +57,8 @@ pub struct Request<'a> {
     pub limits: Limits,
 }
 
-/// Checkpoints. `cuda` is what [`crate::discover`] found, at least one process.
+/// Checkpoints. `cuda` is what [`crate::discover`] found; none, if processes have only loaded
+/// libcuda: then the manifest says so, or the image could not be told from one that lost its CUDA.
 pub fn checkpoint(
     parts: &mut Parts<'_>,
     request: &Request<'_>,
@@ -75,9 +76,13 @@ pub fn checkpoint(
         image: None,
     })?;
 
-    let made =
-        suspend(parts, &mut entry, &mut cuda, request.annotations, &request.limits, &mut progress)
-            .and_then(|()| dump(parts, request, &cuda, &facts, &mut progress));
+    let suspended = if cuda.is_empty() {
+        freeze(parts, &mut progress)
+    } else {
+        let (allowed, limits) = (request.annotations, &request.limits);
+        suspend(parts, &mut entry, &mut cuda, allowed, limits, &mut progress)
+    };
+    let made = suspended.and_then(|()| dump(parts, request, &cuda, &facts, &mut progress));
     if let Err(cause) = made {
         return Err(fail(parts, OPERATION, &entry, progress.phase(), cause, &request.limits));
     }
@@ -86,6 +91,47 @@ pub fn checkpoint(
         After::Exit { by_criu } => end(parts, request, &entry, by_criu),
         After::LeaveRunning if entry.frozen => await_resume(parts, request, entry),
         After::LeaveRunning => go_on(parts, request, &entry),
+    }
+}
+
+/// The CUDA processes of a paused container that awaits its Resume: they are CHECKPOINTED, and
+/// frozen, so the driver is asked nothing.
+pub fn parked(parts: &mut Parts<'_>, entry: &Entry) -> Result<Vec<CudaProcess>, Cause> {
+    processes_of(parts, entry)
+}
+
+/// Another checkpoint of such a container: all that is left to do is the dump. Whatever fails, it
+/// awaits its Resume as before.
+pub fn again(
+    parts: &mut Parts<'_>,
+    request: &Request<'_>,
+    entry: &Entry,
+    cuda: &[CudaProcess],
+) -> Result<(), Failure> {
+    let mut progress = Progress::new(Phase::Preflight);
+    let made = parts.driver.facts().map_err(Cause::NoDriver).and_then(|facts| {
+        parts.image.prepare()?;
+        dump(parts, request, cuda, &facts, &mut progress)
+    });
+    if let Err(cause) = made {
+        let frozen = parts
+            .freezer
+            .frozen()
+            .and_then(|frozen| if frozen { Ok(()) } else { parts.freezer.freeze() });
+        let left = match frozen {
+            _ if !parts.processes.alive(entry.init) => Left::Gone,
+            Ok(()) => Left::Paused,
+            Err(error) => kill(parts, entry, error.into()),
+        };
+        let container = entry.container.clone();
+        let (phase, log) = (progress.phase(), log_of(&cause));
+        let failure =
+            Failure { operation: OPERATION, container, phase, cause, left, image: None, log };
+        return Err(failure);
+    }
+    match request.after {
+        After::Exit { by_criu } => end(parts, request, entry, by_criu),
+        After::LeaveRunning => Ok(()),
     }
 }
 
@@ -98,7 +144,16 @@ fn preflight(
     request: &Request<'_>,
     cuda: &mut [CudaProcess],
 ) -> Result<(DriverFacts, Entry), Cause> {
-    let facts = parts.driver.facts().map_err(Cause::NoDriver)?;
+    let facts = match parts.driver.facts() {
+        Ok(facts) => facts,
+        // A host without a driver: discovery has found that no process has a GPU.
+        Err(DriverError::NoLibrary(_)) if cuda.is_empty() => DriverFacts::default(),
+        Err(error) => return Err(Cause::NoDriver(error)),
+    };
+    if cuda.is_empty() {
+        parts.image.prepare()?;
+        return begin(parts, request).map(|entry| (facts, entry));
+    }
     if let Some(call) =
         ACTIONS.iter().find(|call| facts.missing.iter().any(|m| m == call.function()))
     {
@@ -113,15 +168,29 @@ fn preflight(
     find_uses(parts, cuda);
     gate(cuda, request.annotations)?;
     parts.image.prepare()?;
+    begin(parts, request).map(|entry| (facts, entry))
+}
+
+fn begin(parts: &mut Parts<'_>, request: &Request<'_>) -> Result<Entry, Cause> {
     let frozen = parts.freezer.frozen()?;
     let Container { id, init, .. } = request.container;
     let entry = Entry::new(id, *init, frozen, parts.image.path());
     parts.journal.save(&entry)?;
-    Ok((facts, entry))
+    Ok(entry)
 }
 
 const ACTIONS: [Call; 6] =
     [Call::Probe, Call::State, Call::Lock, Call::Checkpoint, Call::Restore, Call::Unlock];
+
+/// Without CUDA there is nothing to suspend; a process that starts it now would spoil the dump.
+fn freeze(parts: &mut Parts<'_>, progress: &mut Progress) -> Result<(), Cause> {
+    progress.enter(Phase::Freeze);
+    parts.freezer.freeze()?;
+    match newcomers(parts, &[])?.first() {
+        Some(new) => Err(Cause::Appeared { who: new.who() }),
+        None => Ok(()),
+    }
+}
 
 /// From frozen and CHECKPOINTED to an image that is whole.
 fn dump(
@@ -157,6 +226,10 @@ fn end(
     let ended = if by_criu { Ok(()) } else { kill_and_wait(parts, entry) };
     match ended {
         Ok(()) => {
+            // runc forgets a container that it has dumped and ended; so the same id can be restored.
+            if !by_criu && let Err(error) = parts.runtime.delete() {
+                tracing::warn!(%error, "the ended container's state stays behind");
+            }
             forget(parts);
             Ok(())
         }

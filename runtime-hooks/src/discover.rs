@@ -143,5 +143,10 @@ pub(crate) fn newcomers(
         .iter()
         .filter(|process| process.is_candidate() && !known.contains(&process.id.pid))
         .collect();
-    if candidates.is_empty() { Ok(Vec::new()) } else { probe(parts, &candidates) }
+    // On a host without a driver none has CUDA, as long as none has a device.
+    let none_can = || {
+        candidates.iter().all(|process| process.devices.is_empty())
+            && !parts.processes.host_has_gpu()
+    };
+    if candidates.is_empty() || none_can() { Ok(Vec::new()) } else { probe(parts, &candidates) }
 }

@@ -234,6 +234,14 @@ pub enum Cause {
     /// Its CUDA did not come back after a good dump, or at Resume.
     #[error("its CUDA did not come back: {0}")]
     NotBack(String),
+    /// A restored process has CUDA, and the manifest does not know.
+    #[error(
+        "{who}: has CUDA, but the image's manifest does not name it: the manifest is not this image's"
+    )]
+    NotInManifest {
+        /// Which process.
+        who: Who,
+    },
     /// The container still runs after it was killed.
     #[error("the container did not end within {0:?} after it was killed")]
     DoesNotDie(std::time::Duration),

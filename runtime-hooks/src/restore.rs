@@ -80,6 +80,9 @@ pub fn restore(parts: &mut RestoreParts<'_>, request: &Request<'_>) -> Result<()
 fn preflight(parts: &mut RestoreParts<'_>, request: &Request<'_>) -> Result<(), Cause> {
     let needs = |reason| Cause::Needs { path: request.image.to_owned(), reason };
     missing_in_spec(request.manifest, request.spec).map_or(Ok(()), |reason| Err(needs(reason)))?;
+    if request.manifest.processes.is_empty() {
+        return Ok(());
+    }
     let facts = parts.driver.facts().map_err(Cause::NoDriver)?;
     missing_on_host(request.manifest, &facts).map_or(Ok(()), |reason| Err(needs(reason)))
 }
@@ -182,8 +185,21 @@ fn match_processes(
         let process = list.iter().find(|process| process.inner_pid == wanted.pid);
         pairs.push((wanted, process.ok_or_else(|| not_restored(wanted))?));
     }
-    let pids: Vec<_> = pairs.iter().map(|(_, process)| process.id.pid).collect();
+    // Also those that the manifest does not name: one with CUDA would stay dead for ever.
+    let candidates = list.iter().filter(|process| process.is_candidate());
+    let unnamed: Vec<&Process> = candidates
+        .filter(|process| !pairs.iter().any(|(_, known)| known.id == process.id))
+        .collect();
+    let mut pids: Vec<_> = pairs.iter().map(|(_, process)| process.id.pid).collect();
+    if !pairs.is_empty() || processes.host_has_gpu() {
+        pids.extend(unnamed.iter().map(|process| process.id.pid));
+    }
     let mut answers = driver.probe(&pids);
+    if let Some(process) =
+        unnamed.iter().find(|process| matches!(answers.get(&process.id.pid), Some(Ok(Some(_)))))
+    {
+        return Err(Cause::NotInManifest { who: crate::parts::who(process) });
+    }
     pairs
         .into_iter()
         .map(|(wanted, process)| match answers.remove(&process.id.pid) {

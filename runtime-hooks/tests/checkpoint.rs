@@ -5,7 +5,7 @@ mod common;
 
 use common::{Fault, World, process};
 use stasis_config::{Annotations, manifest};
-use stasis_hooks::checkpoint::{After, Request, checkpoint};
+use stasis_hooks::checkpoint::{After, Request, again, checkpoint, parked};
 use stasis_hooks::cuda::CudaState;
 use stasis_hooks::discover::discover;
 use stasis_hooks::error::{Failure, Left, Phase};
@@ -293,6 +293,87 @@ fn cuda_that_does_not_come_back_after_a_good_dump_names_the_image() {
     let failure = take(&world, After::LeaveRunning).unwrap_err();
     assert!(failure.to_string().contains("the image in /image is whole"), "{failure}");
     assert!(world.with(|state| state.processes.is_empty()));
+}
+
+#[test]
+fn a_second_checkpoint_while_paused_only_dumps() {
+    for (after, fault) in [(After::LeaveRunning, None), (EXIT, None), (EXIT, Some("dump"))] {
+        let world = World::new(2, true);
+        take(&world, After::LeaveRunning).unwrap();
+        let entry = world.with(|state| {
+            state.log.clear();
+            state.faults.extend(fault.map(|call| (call, Fault::Error(1), 1)));
+            state.entry.clone().unwrap()
+        });
+        let result = world.run(|parts| {
+            let cuda = parked(parts, &entry).unwrap();
+            let request = Request {
+                container: &World::container(),
+                spec: &spec(),
+                annotations: &Annotations::default(),
+                mountinfo: "",
+                dump: manifest::Dump::default(),
+                after,
+                limits: World::limits(),
+            };
+            again(parts, &request, &entry, &cuda)
+        });
+        assert_eq!(result.is_err(), fault.is_some());
+        let log = world.log();
+        assert!(!log.iter().any(|call| call == "lock" || call == "restore"), "{log:?}");
+        if after == EXIT && fault.is_none() {
+            assert!(world.with(|state| state.processes.is_empty()));
+        } else {
+            assert_eq!(world.states(), [CudaState::Checkpointed; 2]);
+            world.with(|state| assert!(state.frozen && state.entry == Some(entry)));
+        }
+    }
+}
+
+#[test]
+fn loaded_libcuda_without_cuda_has_a_manifest_that_says_so() {
+    for frozen in [false, true] {
+        let world = World::new(1, frozen);
+        world.with(|state| {
+            state.cuda.clear();
+            state.processes[1].devices.clear();
+        });
+        world.run(|parts| {
+            let cuda = discover(parts).unwrap();
+            assert!(cuda.is_empty());
+            let request = Request {
+                container: &World::container(),
+                spec: &spec(),
+                annotations: &Annotations::default(),
+                mountinfo: "",
+                dump: manifest::Dump::default(),
+                after: After::LeaveRunning,
+                limits: World::limits(),
+            };
+            checkpoint(parts, &request, cuda).unwrap();
+        });
+        let manifest = world.with(|state| state.manifest.clone().unwrap());
+        assert!(manifest.processes.is_empty());
+        assert_eq!(world.with(|state| (state.frozen, state.ran)), (frozen, false));
+    }
+}
+
+#[test]
+fn a_lost_helper_is_not_the_drivers_last_word() {
+    for frozen in [false, true] {
+        let world = World::new(1, frozen).fault("dump", Fault::Error(1), 1);
+        let failure = take(&world, EXIT).unwrap_err();
+        assert!(matches!(failure.left, Left::Running | Left::Paused), "{failure}");
+
+        let world = World::new(1, true);
+        take(&world, After::LeaveRunning).unwrap();
+        let entry = world.with(|state| {
+            state.faults.push(("probe", Fault::Crash, 2));
+            state.entry.clone().unwrap()
+        });
+        world.run(|parts| resume(parts, &entry, &World::limits())).unwrap();
+        assert_eq!(world.states(), [CudaState::Running]);
+    }
 }
 
 #[test]

@@ -158,3 +158,24 @@ fn a_host_without_driver_is_refused() {
     assert!(failure.to_string().contains("libcuda"), "{failure}");
     assert!(!world.log().contains(&"runc-restore".to_owned()));
 }
+
+#[test]
+fn cuda_that_the_manifest_does_not_name_is_not_started() {
+    for named in [0, 1] {
+        let world = restored(2);
+        let failure = run(&world, &image(named), &spec("")).unwrap_err();
+        assert!(failure.to_string().contains("manifest does not name it"), "{failure}");
+        assert!(world.with(|state| state.processes.is_empty()));
+    }
+}
+
+#[test]
+fn an_image_without_cuda_needs_no_driver() {
+    let world = restored(1).fault("facts", Fault::Error(1), 9);
+    world.with(|state| {
+        state.cuda.clear();
+        state.processes[1].devices.clear();
+    });
+    run(&world, &image(0), &spec("")).unwrap();
+    assert!(!world.log().contains(&"restore".to_owned()));
+}

@@ -23,11 +23,16 @@ use report::Report;
 pub fn main(arguments: &[OsString]) -> ExitCode {
     let line = CommandLine::recognise(arguments);
     let report = Report::new(line.as_ref());
-    let done = Config::load().map_err(|error| {
-        let text = crate::error::chain(&error);
-        anyhow::Error::msg(format!("stasis: {text}; nothing was done"))
-    });
-    let done = done.and_then(|config| {
+    let config = match Config::load() {
+        Ok(config) => Ok(config),
+        // A slip in the configuration must not make containers that run undeletable.
+        Err(_) if !line.as_ref().is_some_and(needs_configuration) => Ok(Config::default()),
+        Err(error) => {
+            let text = crate::error::chain(&error);
+            Err(anyhow::Error::msg(format!("stasis: {text}; nothing was done")))
+        }
+    };
+    let done = config.and_then(|config| {
         report::log_to(&config.log);
         run(&config, arguments, line.as_ref())
     });
@@ -38,6 +43,11 @@ pub fn main(arguments: &[OsString]) -> ExitCode {
             ExitCode::FAILURE
         }
     }
+}
+
+/// Whether a subcommand is more than the runtime's.
+fn needs_configuration(line: &CommandLine) -> bool {
+    matches!(line.subcommand.as_str(), "checkpoint" | "restore" | "resume" | "create" | "run")
 }
 
 fn run(
@@ -60,6 +70,10 @@ fn run(
             "pause" | "exec" => operations::repair_first(&context)?,
             _ => {}
         }
+    }
+    // Without an id nothing can be done around the runtime, and restoring CUDA takes more than it.
+    if let Some(line) = line.filter(|line| line.subcommand == "restore" && !line.asks_for_help()) {
+        operations::refuse_cuda(line)?;
     }
     match become_runtime(&program, arguments)? {}
 }

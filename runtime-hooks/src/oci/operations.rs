@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use anyhow::Context as _;
 use nix::sys::signal::Signal;
-use stasis_config::Annotations;
+use stasis_config::{Annotations, Manifest};
 
 use super::Context;
 use crate::checkpoint::{self, After, LOCK_PATIENCE};
@@ -17,15 +17,17 @@ use crate::container::{Container, ContainerError};
 use crate::cuda::client::HelperDriver;
 use crate::discover::discover;
 use crate::error::{Cause, Failure, Left, Phase, chain};
+use crate::freezer::Freezer as _;
 use crate::hold::Tracer;
 use crate::image::{self, ImageDirectory};
 use crate::interrupt;
-use crate::journal::{JournalError, JournalFile, Stage};
+use crate::journal::{Entry, JournalError, JournalFile, Stage};
 use crate::parts::{Limits, Parts};
-use crate::processes::{CgroupProcesses, Processes};
+use crate::processes::{CgroupProcesses, Process, Processes};
 use crate::restore::{self, RestoreParts};
 use crate::resume;
 use crate::runc::Runc;
+use crate::runc::args::CommandLine;
 use crate::runc::criu::{LogStore, Options};
 use crate::sockets::established_tcp;
 use crate::{spec, sys};
@@ -40,38 +42,43 @@ pub(super) fn checkpoint(context: &Context<'_>) -> anyhow::Result<ExitCode> {
         }
         Err(error) => return Err(untouched(context, "checkpoint", error.into())),
     };
+    let refused = |cause| untouched(context, "checkpoint", cause);
     let journal = context.journal();
-    let _lock = journal
-        .lock(LOCK_PATIENCE)
-        .map_err(|error| untouched(context, "checkpoint", error.into()))?;
-    let mut tools = Tools::new(context, journal)?;
     let arguments = context.line.arguments();
-    tools.image = ImageDirectory::new(absolute(&arguments.image_path())?);
-    let mut world = World::of(&container, &mut tools)
-        .map_err(|cause| untouched(context, "checkpoint", cause))?;
-    world.repair(context, &container)?;
-    let cuda = discover(&mut world.parts())
-        .map_err(|cause| failure(context, "checkpoint", Phase::Discover, cause))?;
-    if cuda.is_empty() {
-        drop(world);
-        return without_cuda(context, "checkpoint", &tools);
+    let image = absolute(&arguments.image_path())?;
+    let processes = CgroupProcesses::new(&container.cgroup.directory, container.init.pid)
+        .map_err(|error| refused(error.into()))?;
+    let listed = processes.list().map_err(|error| refused(error.into()))?;
+    if !journal.exists() && !listed.iter().any(Process::is_candidate) {
+        // The manifest of an earlier image in this directory says nothing of the new one.
+        Manifest::remove(&image).map_err(|error| refused(error.into()))?;
+        return without_cuda(context, "checkpoint");
     }
+
+    let _lock = journal.lock(LOCK_PATIENCE).map_err(|error| refused(error.into()))?;
+    let mut tools = Tools::new(context, journal)?;
+    tools.image = ImageDirectory::new(image);
+    let mut world = World::of(&container, processes, &mut tools);
+    let parked = world.repair_unless_parked(context)?;
+    let cuda = match &parked {
+        Some(entry) => checkpoint::parked(&mut world.parts(), entry),
+        None => discover(&mut world.parts()),
+    };
+    let cuda = cuda.map_err(|cause| failure(context, "checkpoint", Phase::Discover, cause))?;
     // Not before: a runtime that is executed in our place finds the signals as the caller set them.
     interrupt::listen()?;
     if let Some(option) = checkpoint::refused_option(&arguments) {
-        return Err(untouched(context, "checkpoint", Cause::Option(option)));
+        return Err(refused(Cause::Option(option)));
     }
-    let spec = spec::load(&container.bundle)
-        .map_err(|error| untouched(context, "checkpoint", error.into()))?;
-    let annotations = annotations(context, &container.bundle)
-        .map_err(|cause| untouched(context, "checkpoint", cause))?;
+    let spec = spec::load(&container.bundle).map_err(|error| refused(error.into()))?;
+    let annotations = annotations(context, &container.bundle).map_err(refused)?;
     let mountinfo = fs::read_to_string(format!("/proc/{}/mountinfo", container.init.pid))
-        .map_err(|_| untouched(context, "checkpoint", Cause::Gone))?;
+        .map_err(|_| refused(Cause::Gone))?;
     let dump = world.tools.runc.criu.flags_with(&arguments);
     let after = if arguments.has("leave-running") {
         After::LeaveRunning
     } else {
-        let pids: Vec<_> = world.processes.list()?.iter().map(|process| process.id.pid).collect();
+        let pids: Vec<_> = listed.iter().map(|process| process.id.pid).collect();
         After::Exit { by_criu: dump.tcp_established && established_tcp(&pids) }
     };
     world.tools.runc.criu.without_plugins = true;
@@ -84,31 +91,35 @@ pub(super) fn checkpoint(context: &Context<'_>) -> anyhow::Result<ExitCode> {
         after,
         limits: Limits::new(&context.config.cuda, annotations.lock_timeout),
     };
-    checkpoint::checkpoint(&mut world.parts(), &request, cuda)?;
+    match parked {
+        Some(entry) => checkpoint::again(&mut world.parts(), &request, &entry, &cuda)?,
+        None => checkpoint::checkpoint(&mut world.parts(), &request, cuda)?,
+    }
     Ok(ExitCode::SUCCESS)
 }
 
 /// `restore`.
 pub(super) fn restore(context: &Context<'_>) -> anyhow::Result<ExitCode> {
+    let refused = |cause| untouched(context, "restore", cause);
     let arguments = context.line.arguments();
     let image = absolute(&arguments.image_path())?;
-    let kind = image::kind(&image).map_err(|cause| untouched(context, "restore", cause))?;
-    let journal = context.journal();
-    let image::Kind::Cuda(manifest) = kind else {
-        let tools = Tools::new(context, journal)?;
-        return without_cuda(context, "restore", &tools);
+    let image::Kind::Cuda(manifest) = image::kind(&image).map_err(refused)? else {
+        return without_cuda(context, "restore");
     };
+    let root = context.root();
+    let journal = context.journal();
+    let _lock = journal.lock(LOCK_PATIENCE).map_err(|error| refused(error.into()))?;
+    // A container of this id is not ours to kill if the restore fails: the runtime refuses.
+    if root.join(context.id).exists() {
+        match context.become_runtime()? {}
+    }
     interrupt::listen()?;
-    let _lock =
-        journal.lock(LOCK_PATIENCE).map_err(|error| untouched(context, "restore", error.into()))?;
     let mut tools = Tools::new(context, journal)?;
     let bundle = absolute(&arguments.bundle())?;
-    let spec = spec::load(&bundle).map_err(|error| untouched(context, "restore", error.into()))?;
-    let annotations =
-        annotations(context, &bundle).map_err(|cause| untouched(context, "restore", cause))?;
+    let spec = spec::load(&bundle).map_err(|error| refused(error.into()))?;
+    let annotations = annotations(context, &bundle).map_err(refused)?;
     tools.runc.criu.add(manifest.dump);
     tools.runc.criu.without_plugins = true;
-    let root = context.root();
     let restored = || -> Result<_, Cause> {
         let container = Container::load(&root, context.id)?;
         let processes = CgroupProcesses::new(&container.cgroup.directory, container.init.pid)?;
@@ -132,6 +143,21 @@ pub(super) fn restore(context: &Context<'_>) -> anyhow::Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
+/// For a restore whose container is not clear: an image with CUDA is not left to the runtime alone,
+/// which would report a container as started whose CUDA is dead.
+pub(super) fn refuse_cuda(line: &CommandLine) -> anyhow::Result<()> {
+    let image = absolute(&line.arguments().image_path())?;
+    match image::kind(&image) {
+        Ok(image::Kind::Plain) => Ok(()),
+        Ok(image::Kind::Cuda(_)) => anyhow::bail!(
+            "stasis: restore of {}: the command line is not understood (which argument is the \
+             container's id?), and the image needs CUDA to be restored; nothing was done",
+            image.display()
+        ),
+        Err(cause) => anyhow::bail!("stasis: restore: {cause}; nothing was done"),
+    }
+}
+
 /// `resume`.
 pub(super) fn resume(context: &Context<'_>) -> anyhow::Result<ExitCode> {
     let journal = context.journal();
@@ -150,8 +176,9 @@ pub(super) fn resume(context: &Context<'_>) -> anyhow::Result<ExitCode> {
     };
     let mut tools = Tools::new(context, journal)?;
     let limits = Limits::new(&context.config.cuda, None);
-    let mut world =
-        World::of(&container, &mut tools).map_err(|cause| untouched(context, "resume", cause))?;
+    let processes = CgroupProcesses::new(&container.cgroup.directory, container.init.pid)
+        .map_err(|error| untouched(context, "resume", error.into()))?;
+    let mut world = World::of(&container, processes, &mut tools);
     if entry.frozen && entry.init == container.init {
         resume::resume(&mut world.parts(), &entry, &limits)?;
         return Ok(ExitCode::SUCCESS);
@@ -203,22 +230,18 @@ pub(super) fn repair_first(context: &Context<'_>) -> anyhow::Result<()> {
         && entry.stage == Stage::Suspending
     {
         let mut tools = Tools::new(context, journal)?;
-        let mut world = World::of(&container, &mut tools)
-            .map_err(|cause| untouched(context, "repair", cause))?;
-        world.repair(context, &container)?;
+        let processes = CgroupProcesses::new(&container.cgroup.directory, container.init.pid)
+            .map_err(|error| untouched(context, "repair", error.into()))?;
+        World::of(&container, processes, &mut tools).repair(context, &entry)?;
     }
     Ok(())
 }
 
 /// The runtime in our place for a container without CUDA: with the caller's arguments, and with
 /// the configured options of CRIU where there are any.
-fn without_cuda(
-    context: &Context<'_>,
-    subcommand: &str,
-    tools: &Tools,
-) -> anyhow::Result<ExitCode> {
-    let command = tools.runc.plain(subcommand);
-    let error = std::os::unix::process::CommandExt::exec(&mut { command });
+fn without_cuda(context: &Context<'_>, subcommand: &str) -> anyhow::Result<ExitCode> {
+    let mut command = context.runc()?.plain(subcommand);
+    let error = std::os::unix::process::CommandExt::exec(&mut command);
     Err(anyhow::Error::new(error)
         .context(format!("stasis: cannot execute {}", context.program.display())))
 }
@@ -226,6 +249,24 @@ fn without_cuda(
 impl Context<'_> {
     fn journal(&self) -> JournalFile {
         JournalFile::new(&self.config.state.directory, &self.root(), self.id)
+    }
+
+    fn runc(&self) -> anyhow::Result<Runc> {
+        let mut criu = Options::from_config(&self.config.criu);
+        criu.config_file = criu_config_file(self)?;
+        Ok(Runc {
+            program: self.program.to_owned(),
+            globals: self.line.globals.clone(),
+            id: self.id.into(),
+            arguments: Some(self.line.arguments()),
+            criu,
+            no_plugins: self.config.state.directory.join("no-criu-plugins"),
+            init: None,
+            logs: LogStore {
+                directory: self.config.log.directory.clone(),
+                keep: usize::try_from(self.config.log.keep).unwrap_or(usize::MAX),
+            },
+        })
     }
 }
 
@@ -240,30 +281,12 @@ struct Tools {
 
 impl Tools {
     fn new(context: &Context<'_>, journal: JournalFile) -> anyhow::Result<Self> {
-        let config = context.config;
-        let state = &config.state.directory;
-        let no_plugins = state.join("no-criu-plugins");
-        fs::DirBuilder::new()
-            .recursive(true)
-            .mode(0o700)
-            .create(&no_plugins)
-            .with_context(|| format!("stasis: state directory {}", state.display()))?;
-        let mut criu = Options::from_config(&config.criu);
-        criu.config_file = criu_config_file(context)?;
-        let runc = Runc {
-            program: context.program.to_owned(),
-            globals: context.line.globals.clone(),
-            id: context.id.into(),
-            arguments: Some(context.line.arguments()),
-            criu,
-            no_plugins,
-            logs: LogStore {
-                directory: config.log.directory.clone(),
-                keep: usize::try_from(config.log.keep).unwrap_or(usize::MAX),
-            },
-        };
+        let runc = context.runc()?;
+        fs::DirBuilder::new().recursive(true).mode(0o700).create(&runc.no_plugins).with_context(
+            || format!("stasis: state directory {}", context.config.state.directory.display()),
+        )?;
         Ok(Self {
-            driver: HelperDriver::new(Program::this(), &config.cuda),
+            driver: HelperDriver::new(Program::this(), &context.config.cuda),
             hold: Tracer::new(Program::this(), None),
             runc,
             journal,
@@ -297,10 +320,10 @@ struct World<'a> {
 }
 
 impl<'a> World<'a> {
-    fn of(container: &Container, tools: &'a mut Tools) -> Result<Self, Cause> {
-        let processes = CgroupProcesses::new(&container.cgroup.directory, container.init.pid)?;
+    fn of(container: &Container, processes: CgroupProcesses, tools: &'a mut Tools) -> Self {
         tools.hold = Tracer::new(Program::this(), Some(container.cgroup.clone()));
-        Ok(Self { container: container.clone(), processes, tools })
+        tools.runc.init = Some(container.init);
+        Self { container: container.clone(), processes, tools }
     }
 
     fn parts(&mut self) -> Parts<'_> {
@@ -316,14 +339,27 @@ impl<'a> World<'a> {
         }
     }
 
-    fn repair(&mut self, context: &Context<'_>, container: &Container) -> anyhow::Result<()> {
+    /// Puts right what a killed operation left behind.
+    fn repair(&mut self, context: &Context<'_>, entry: &Entry) -> anyhow::Result<()> {
+        let limits = Limits::new(&context.config.cuda, None);
+        let init = self.container.init;
+        resume::repair(&mut self.parts(), entry, init, &limits)?;
+        Ok(())
+    }
+
+    /// The same, but a paused container whose CUDA is checkpointed already and awaits its Resume is
+    /// as it should be: its entry is returned.
+    fn repair_unless_parked(&mut self, context: &Context<'_>) -> anyhow::Result<Option<Entry>> {
         let entry = self.tools.journal.load();
         let entry = entry.map_err(|error| untouched(context, "repair", error.into()))?;
-        if let Some(entry) = entry {
-            let limits = Limits::new(&context.config.cuda, None);
-            resume::repair(&mut self.parts(), &entry, container.init, &limits)?;
+        let Some(entry) = entry else { return Ok(None) };
+        let frozen = self.container.cgroup.frozen();
+        let frozen = frozen.map_err(|error| untouched(context, "repair", error.into()))?;
+        if frozen && entry.stage == Stage::AwaitingResume && entry.init == self.container.init {
+            return Ok(Some(entry));
         }
-        Ok(())
+        self.repair(context, &entry)?;
+        Ok(None)
     }
 }
 

@@ -9,14 +9,15 @@ use std::io::{self, Read, Seek, SeekFrom};
 use std::os::unix::process::CommandExt as _;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use nix::sys::memfd::{MFdFlags, memfd_create};
 use nix::sys::signal::Signal;
 
 use crate::interrupt::interrupted;
+use crate::processes::{ProcessId, start_time};
 use crate::sys;
-use args::Arguments;
+use args::{Arguments, CommandLine};
 
 /// What the sequences need of the runtime.
 pub trait Runtime {
@@ -75,12 +76,17 @@ pub struct Runc {
     pub criu: criu::Options,
     /// An empty directory for `CRIU_LIBS_DIR`.
     pub no_plugins: PathBuf,
+    /// The container's init, where it is known: CRIU has been seen to wait for ever for a container
+    /// that was killed while it was dumped.
+    pub init: Option<ProcessId>,
     /// Where logs go that must outlive the bundle.
     pub logs: criu::LogStore,
 }
 
 /// How often a running runtime is looked at.
 const POLL: Duration = Duration::from_millis(2);
+/// How long the runtime may go on with a container that is dead.
+const DEAD: Duration = Duration::from_secs(10);
 const OUTPUT: u64 = 4096;
 
 impl Runc {
@@ -127,7 +133,8 @@ impl Runc {
         sys::die_with_parent_thread(&mut command, Signal::SIGKILL);
         let mut child =
             command.spawn().map_err(|error| failed(format!("cannot be started: {error}")))?;
-        let status = wait(&mut child, interrupted).map_err(|error| failed(error.to_string()))?;
+        let status =
+            self.wait(&mut child, interrupted).map_err(|error| failed(error.to_string()))?;
         if status.success() {
             return Ok(());
         }
@@ -135,6 +142,49 @@ impl Runc {
         error.code = status.code();
         error.output = tail(output);
         Err(error)
+    }
+
+    /// Waits for the child. When the caller is interrupted, the runtime is asked to end, once; what
+    /// CRIU then still does to the container is waited for by whoever puts the container back.
+    fn wait(&self, child: &mut Child, interrupted: &dyn Fn() -> bool) -> io::Result<ExitStatus> {
+        let group = i32::try_from(child.id()).map(nix::unistd::Pid::from_raw).ok();
+        let mut asked = false;
+        let mut dead_since = None;
+        loop {
+            if let Some(status) = child.try_wait()? {
+                return Ok(status);
+            }
+            if interrupted() && !asked {
+                asked = true;
+                let _ = group.map(|pid| nix::sys::signal::kill(pid, Signal::SIGTERM));
+            }
+            if self.init.is_some_and(|init| start_time(init.pid) != Some(init.start_time)) {
+                let since = dead_since.get_or_insert_with(Instant::now);
+                if since.elapsed() >= DEAD {
+                    // runc and CRIU: the dead cannot be harmed.
+                    let _ = group.map(|group| nix::sys::signal::killpg(group, Signal::SIGKILL));
+                }
+            }
+            std::thread::sleep(POLL);
+        }
+    }
+
+    /// The reason that the runtime itself gave last, in the log that it was told to write.
+    fn logged(&self) -> String {
+        let line = CommandLine {
+            globals: self.globals.clone(),
+            subcommand: String::new(),
+            rest: Vec::new(),
+        };
+        let Some(log) = line.global("log").and_then(|log| File::open(log).ok()) else {
+            return String::new();
+        };
+        let text = tail(log);
+        let last = text.lines().rev().find_map(|line| {
+            let line: serde_json::Value = serde_json::from_str(line).ok()?;
+            (line["level"] == "error").then(|| line["msg"].as_str().map(str::to_owned))?
+        });
+        last.unwrap_or_default()
     }
 
     fn arguments(&self) -> Result<&Arguments, RuncError> {
@@ -189,11 +239,11 @@ impl Runtime for Runc {
         // Standard descriptors are the container's: runc hands them to it, and nothing of ours
         // may be written there.
         sys::die_with_parent_thread(&mut command, Signal::SIGKILL);
-        let failed = |how: String, code| {
+        let failed = |how: String, code: Option<i32>| {
             let error = RuncError {
                 command: format!("{} restore", self.program.display()),
                 how,
-                output: String::new(),
+                output: if code.is_some() { self.logged() } else { String::new() },
                 criu: Vec::new(),
                 log: None,
                 code,
@@ -202,7 +252,7 @@ impl Runtime for Runc {
         };
         let mut child =
             command.spawn().map_err(|error| failed(format!("cannot be started: {error}"), None))?;
-        match wait(&mut child, &|| false) {
+        match self.wait(&mut child, &|| false) {
             Ok(status) if status.success() => Ok(()),
             Ok(status) => Err(failed(status.to_string(), status.code())),
             Err(error) => Err(failed(error.to_string(), None)),
@@ -221,24 +271,6 @@ impl Runtime for Runc {
     fn delete(&mut self) -> Result<(), RuncError> {
         let arguments = ["--force".into(), self.id.clone()];
         self.run("delete", self.command("delete", &arguments), &|| false)
-    }
-}
-
-/// Waits for the child. When the caller is interrupted, the runtime is asked to end, once; what
-/// CRIU then still does to the container is waited for by whoever puts the container back.
-fn wait(child: &mut Child, interrupted: &dyn Fn() -> bool) -> io::Result<ExitStatus> {
-    let mut asked = false;
-    loop {
-        if let Some(status) = child.try_wait()? {
-            return Ok(status);
-        }
-        if interrupted() && !asked {
-            asked = true;
-            if let Ok(pid) = i32::try_from(child.id()) {
-                let _ = nix::sys::signal::kill(nix::unistd::Pid::from_raw(pid), Signal::SIGTERM);
-            }
-        }
-        std::thread::sleep(POLL);
     }
 }
 
