@@ -308,13 +308,18 @@ impl<'a> Case<'a> {
         self.ctr().remove_image(&image)
     }
 
+    /// Where containerd's shim has runc keep the states of its containers.
+    #[must_use]
+    pub fn root(&self) -> PathBuf {
+        Path::new("/run/containerd/runc").join(self.ctr().namespace())
+    }
+
     /// A checkpoint of a running or paused task as engines other than containerd make it:
     /// without pausing it first.
     #[must_use]
     pub fn direct_checkpoint(&self, id: &str, image: &Path) -> Command {
         let mut command = self.runtime.command();
-        let root = Path::new("/run/containerd/runc").join(self.ctr().namespace());
-        command.arg("--root").arg(root).arg("checkpoint");
+        command.arg("--root").arg(self.root()).arg("checkpoint");
         command.arg("--image-path").arg(image).arg("--work-path").arg(self.path("work"));
         command.arg("--leave-running").arg(id);
         command

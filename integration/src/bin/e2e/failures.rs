@@ -14,7 +14,7 @@ use stasis_integration::{command, wait};
 
 use crate::{Test, consecutive};
 
-const LOG: &str = "/data/log";
+pub(crate) const LOG: &str = "/data/log";
 const LIMIT: Duration = Duration::from_secs(60);
 
 /// Who asks for a checkpoint, and what the task does at that moment.

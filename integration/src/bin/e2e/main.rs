@@ -9,6 +9,7 @@ mod exec;
 mod failures;
 mod hostile;
 mod killed;
+mod order;
 mod plain;
 mod ranks;
 mod run;
@@ -55,6 +56,7 @@ fn main() -> Result<ExitCode> {
         ("tcp", tcp::tests()),
         ("criu", criu::tests()),
         ("hostile", hostile::tests()),
+        ("order", order::tests()),
         ("failures", failures::tests()),
         ("killed", killed::tests()),
     ];
