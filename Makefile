@@ -8,21 +8,25 @@
 SHELL := /bin/bash
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := build
-.PHONY: build unit lab e2e demo test lint deny clean
+.PHONY: prerequisites build unit lab e2e demo test lint deny clean
 
 FILTER ?=
 ENTER := integration/lab/enter --
-SCRIPTS := $(filter-out %.md,$(wildcard integration/lab/*)) .ci/run
+SCRIPTS := $(wildcard integration/lab/*) $(filter-out %.log,$(wildcard integration/evidence/*)) .ci/run
 
-build:
+# Installs what is missing and says so; nothing where nothing is.
+prerequisites:
+	@integration/lab/prerequisites
+
+build: prerequisites
 	@echo "make: building the binaries, the emulated GPU and the workloads"
 	cargo build --locked --workspace
 
-unit:
+unit: prerequisites
 	@echo "make: unit tests"
 	cargo test --locked --workspace --exclude stasis-integration
 
-lab:
+lab: prerequisites
 	@echo "make: the lab, a Debian with containerd, runc and CRIU in target/lab"
 	integration/lab/build
 
@@ -36,7 +40,7 @@ demo: build lab
 
 test: unit e2e
 
-lint:
+lint: prerequisites
 	@echo "make: format, clippy, shellcheck"
 	cargo fmt --all --check
 	cargo clippy --locked --workspace --all-targets -- -D warnings
