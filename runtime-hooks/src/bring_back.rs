@@ -5,6 +5,7 @@
 
 use std::time::{Duration, Instant};
 
+use crate::cuda::CudaError;
 use crate::discover::probe;
 use crate::error::{Cause, Failure, Left, Phase};
 use crate::give_back;
@@ -187,6 +188,13 @@ pub(crate) fn fail(
     cause: Cause,
     limits: &Limits,
 ) -> Failure {
+    if let Cause::Driver { error, .. } = &cause
+        && error.code() == Some(CudaError::OPERATING_SYSTEM)
+    {
+        // 'No such process': it is about to end, which takes a while with the memory of a GPU in
+        // it. If all of the container does, somebody killed it.
+        wait_for_end(parts, entry);
+    }
     let left = put_back(parts, entry, limits);
     // Whatever went wrong then went wrong because somebody killed it.
     let cause = if matches!(left, Left::Gone) { Cause::Gone } else { cause };
@@ -194,6 +202,16 @@ pub(crate) fn fail(
     let container = entry.container.clone();
     Failure { operation, container, phase, cause, left, image: None, log }
 }
+
+fn wait_for_end(parts: &Parts<'_>, entry: &Entry) {
+    let deadline = Instant::now() + ENDING;
+    while parts.processes.alive(entry.init) && Instant::now() < deadline {
+        std::thread::sleep(Duration::from_millis(10));
+    }
+}
+
+/// How long a process that was killed may take to end.
+const ENDING: Duration = Duration::from_secs(3);
 
 pub(crate) fn log_of(cause: &Cause) -> Option<std::path::PathBuf> {
     match cause {
