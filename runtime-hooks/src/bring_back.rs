@@ -47,6 +47,7 @@ pub fn bring_back(
     thaw: Thaw,
     limits: &Limits,
 ) -> Result<(), Cause> {
+    let deadline = Instant::now() + limits.restore;
     let mut attempts = 0;
     loop {
         attempts += 1;
@@ -60,7 +61,7 @@ pub fn bring_back(
             Cause::Driver { error, .. } => error.code().is_some(),
             _ => false,
         };
-        if last_word || attempts == ATTEMPTS {
+        if last_word || attempts == ATTEMPTS || Instant::now() >= deadline {
             return Err(cause);
         }
         tracing::warn!(%cause, container = entry.container, "bringing back is tried again");
