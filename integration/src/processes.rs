@@ -57,3 +57,17 @@ pub fn describe(pid: Pid) -> String {
 pub fn runs(pid: Pid, binary: &str) -> bool {
     fs::read_link(format!("/proc/{pid}/exe")).is_ok_and(|exe| exe.ends_with(binary))
 }
+
+/// Processes that run the binary of this name.
+#[must_use]
+pub fn of_binary(binary: &str) -> Vec<Pid> {
+    all().filter(|&pid| runs(pid, binary)).collect()
+}
+
+/// Who started a process.
+#[must_use]
+pub fn parent(pid: Pid) -> Option<Pid> {
+    let status = read(pid, "status");
+    let parent = status.lines().find_map(|line| line.strip_prefix("PPid:"))?;
+    parent.trim().parse().ok().map(Pid::from_raw)
+}

@@ -130,6 +130,7 @@ fn attempt(
 /// Brings back after a failure, or kills what cannot be brought back: a container that is left
 /// locked would hang for ever.
 pub fn put_back(parts: &mut Parts<'_>, entry: &Entry, limits: &Limits) -> Left {
+    unlock_network(parts);
     let (goal, left) =
         if entry.frozen { (Goal::Paused, Left::Paused) } else { (Goal::Running, Left::Running) };
     let brought = bring_back(parts, entry, goal, Thaw::Freezer, limits);
@@ -239,6 +240,13 @@ fn wait_for_criu(parts: &mut Parts<'_>) -> Result<(), Cause> {
             return Err(Cause::Traced { who, tracer: traced.tracer });
         }
         std::thread::sleep(Duration::from_millis(10));
+    }
+}
+
+/// After a dump that failed. Only when CRIU is gone: until then the lock is its own.
+pub(crate) fn unlock_network(parts: &mut Parts<'_>) {
+    if wait_for_criu(parts).is_ok() {
+        parts.runtime.unlock_network();
     }
 }
 

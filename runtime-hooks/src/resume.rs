@@ -1,7 +1,7 @@
 //! What follows a checkpoint in another process: Resume of a paused container whose CUDA is
 //! checkpointed, and repair of what a killed operation left behind.
 
-use crate::bring_back::{Goal, Thaw, bring_back, fail, kill, log_of};
+use crate::bring_back::{Goal, Thaw, bring_back, fail, kill, log_of, unlock_network};
 use crate::error::{Cause, Failure, Left, Phase};
 use crate::journal::{Entry, Stage};
 use crate::parts::{Limits, Parts};
@@ -12,6 +12,9 @@ use crate::processes::ProcessId;
 /// container that hangs for ever is worse than one that ended and has an image.
 pub fn resume(parts: &mut Parts<'_>, entry: &Entry, limits: &Limits) -> Result<(), Failure> {
     let image_is_whole = entry.stage == Stage::AwaitingResume;
+    if !image_is_whole {
+        unlock_network(parts);
+    }
     let brought = bring_back(parts, entry, Goal::Running, Thaw::Runtime, limits);
     let result = brought.map_err(|cause| {
         let text = cause.to_string();
@@ -41,6 +44,7 @@ pub fn repair(
         return Ok(());
     }
     tracing::warn!(container = entry.container, "an interrupted operation is put right");
+    unlock_network(parts);
     let goal = if entry.frozen { Goal::Paused } else { Goal::Running };
     match bring_back(parts, entry, goal, Thaw::Freezer, limits) {
         Ok(()) => parts.journal.clear().map_err(|error| untouched(entry, error.into())),

@@ -49,6 +49,17 @@ pub(crate) fn die_with_parent_thread(command: &mut Command, signal: Signal) {
     }
 }
 
+/// Makes `command` run in another network namespace.
+pub(crate) fn enter_network(command: &mut Command, namespace: std::fs::File) {
+    // SAFETY: the closure runs between fork and exec and makes one system call, which is
+    // async-signal-safe, on a descriptor that it owns.
+    unsafe {
+        command.pre_exec(move || {
+            Ok(nix::sched::setns(&namespace, nix::sched::CloneFlags::CLONE_NEWNET)?)
+        });
+    }
+}
+
 /// `PTRACE_SEIZE`, then [`interrupt`].
 pub(crate) fn seize(tid: Pid) -> Result<(), Errno> {
     ptrace(libc::PTRACE_SEIZE, tid, i64::from(libc::PTRACE_O_TRACESYSGOOD))?;

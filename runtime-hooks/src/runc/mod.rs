@@ -2,6 +2,7 @@
 
 pub mod args;
 pub mod criu;
+mod network;
 
 use std::ffi::OsString;
 use std::fs::File;
@@ -30,6 +31,8 @@ pub trait Runtime {
     fn resume(&mut self) -> Result<(), RuncError>;
     /// `kill --all ID KILL`: also a frozen container's processes end.
     fn kill(&mut self) -> Result<(), RuncError>;
+    /// Undoes what a CRIU that was killed in the middle of a dump has left in the network.
+    fn unlock_network(&mut self);
     /// `delete --force`: nothing of the container is left in the runtime.
     fn delete(&mut self) -> Result<(), RuncError>;
 }
@@ -266,6 +269,12 @@ impl Runtime for Runc {
     fn kill(&mut self) -> Result<(), RuncError> {
         let arguments = ["--all".into(), self.id.clone(), "KILL".into()];
         self.run("kill", self.command("kill", &arguments), &|| false)
+    }
+
+    fn unlock_network(&mut self) {
+        if let Some(init) = self.init {
+            network::unlock(init.pid);
+        }
     }
 
     fn delete(&mut self) -> Result<(), RuncError> {

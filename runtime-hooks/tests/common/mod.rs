@@ -535,6 +535,8 @@ impl Runtime for World {
         Ok(())
     }
 
+    fn unlock_network(&mut self) {}
+
     fn delete(&mut self) -> Result<(), RuncError> {
         self.tool("delete")
     }

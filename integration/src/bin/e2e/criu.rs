@@ -22,6 +22,7 @@ pub(crate) fn tests() -> Vec<Test> {
         Test::new("link_remap", link_remap),
         Test::new("its_words_and_log_are_in_the_error", words),
         Test::new("runc_killed_in_the_dump", |case| killed(case, "runc", Signal::SIGKILL)),
+        Test::new("criu_killed_in_the_dump", |case| killed(case, "criu", Signal::SIGKILL)),
         Test::new("stasis_runc_killed_in_the_dump", |case| {
             killed(case, "stasis-runc", Signal::SIGKILL)
         }),
@@ -101,10 +102,14 @@ fn killed(case: &Case, program: &str, signal: Signal) -> Result<()> {
             })?;
             thread::sleep(Duration::from_millis(delay));
             let mut hit = false;
-            for pid in processes::with_argument(&wanted) {
-                if processes::runs(pid, &name)
-                    && processes::with_argument("checkpoint").contains(&pid)
-                {
+            // CRIU itself is not told the container's name; its parent is.
+            let checkpoints: Vec<Pid> = processes::with_argument(&wanted)
+                .into_iter()
+                .filter(|pid| processes::with_argument("checkpoint").contains(pid))
+                .collect();
+            for pid in processes::of_binary(&name) {
+                let parent = processes::parent(pid);
+                if checkpoints.iter().any(|known| *known == pid || Some(*known) == parent) {
                     hit |= kill(pid, signal).is_ok();
                 }
             }
