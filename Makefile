@@ -12,7 +12,7 @@ SHELL := /bin/bash
 
 FILTER ?=
 ENTER := integration/lab/enter --
-SCRIPTS := $(wildcard integration/lab/*) $(filter-out %.log,$(wildcard integration/evidence/*)) .ci/run
+SCRIPTS := $(filter-out %.md %.log,$(wildcard integration/lab/* integration/evidence/*)) .ci/run
 
 # Installs what is missing and says so; nothing where nothing is.
 prerequisites:
