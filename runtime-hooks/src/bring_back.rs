@@ -39,7 +39,7 @@ pub enum Thaw {
 }
 
 /// Brings the container of `entry` back. What is at stake is the container's life, so what is not
-/// the driver's last word is tried a second time.
+/// the driver's last word is tried again.
 pub fn bring_back(
     parts: &mut Parts<'_>,
     entry: &Entry,
@@ -100,11 +100,7 @@ fn attempt(
             parts.hold.release();
         }
         if frozen {
-            let thawed = match thaw {
-                Thaw::Freezer => parts.freezer.thaw().map_err(Cause::from),
-                Thaw::Runtime => parts.runtime.resume().map_err(Cause::from),
-            };
-            thawed?;
+            thaw_by(parts, thaw)?;
         }
         if hold {
             parts.hold.settle()?;
@@ -117,14 +113,25 @@ fn attempt(
     }
     match (goal, parts.freezer.frozen()?) {
         (Goal::Paused, false) => parts.freezer.freeze()?,
-        (Goal::Running, true) => match thaw {
-            Thaw::Freezer => parts.freezer.thaw()?,
-            Thaw::Runtime => parts.runtime.resume()?,
-        },
+        (Goal::Running, true) => thaw_by(parts, thaw)?,
         _ => {}
     }
     parts.hold.release();
     Ok(())
+}
+
+fn thaw_by(parts: &mut Parts<'_>, thaw: Thaw) -> Result<(), Cause> {
+    match thaw {
+        Thaw::Freezer => Ok(parts.freezer.thaw()?),
+        Thaw::Runtime => Ok(parts.runtime.resume()?),
+    }
+}
+
+/// The operation has ended: its entry in the journal goes.
+pub(crate) fn forget(parts: &mut Parts<'_>) {
+    if let Err(error) = parts.journal.clear() {
+        tracing::error!(error = %crate::error::chain(&error), "the journal stays behind");
+    }
 }
 
 /// Brings back after a failure, or kills what cannot be brought back: a container that is left
@@ -139,9 +146,7 @@ pub fn put_back(parts: &mut Parts<'_>, entry: &Entry, limits: &Limits) -> Left {
         Ok(()) => left,
         Err(because) => kill(parts, entry, because),
     };
-    if let Err(error) = parts.journal.clear() {
-        tracing::error!(error = %crate::error::chain(&error), "the journal stays behind");
-    }
+    forget(parts);
     left
 }
 

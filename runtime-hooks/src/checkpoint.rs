@@ -15,7 +15,9 @@ use oci_spec::runtime::Spec;
 use stasis_config::Annotations;
 use stasis_config::manifest::{self, Manifest};
 
-use crate::bring_back::{Goal, Thaw, bring_back, fail, kill, kill_and_wait, log_of, processes_of};
+use crate::bring_back::{
+    Goal, Thaw, bring_back, fail, forget, kill, kill_and_wait, log_of, processes_of,
+};
 use crate::container::Container;
 use crate::cuda::{Call, DriverError, DriverFacts};
 use crate::discover::{find_uses, gate, newcomers};
@@ -285,12 +287,6 @@ fn go_on(parts: &mut Parts<'_>, request: &Request<'_>, entry: &Entry) -> Result<
     }
 }
 
-fn forget(parts: &mut Parts<'_>) {
-    if let Err(error) = parts.journal.clear() {
-        tracing::error!(error = %crate::error::chain(&error), "the journal stays behind");
-    }
-}
-
 fn manifest(
     request: &Request<'_>,
     cuda: &[CudaProcess],
@@ -312,11 +308,6 @@ fn manifest(
             }
         })
         .collect();
-    let gpus = facts.gpus.iter().map(|gpu| manifest::Gpu {
-        uuid: gpu.uuid.clone(),
-        name: gpu.name.clone(),
-        memory_bytes: gpu.memory_bytes,
-    });
     Manifest {
         version: manifest::VERSION,
         created: manifest::timestamp(std::time::SystemTime::now()),
@@ -326,7 +317,7 @@ fn manifest(
             version: facts.driver_version.clone().unwrap_or_default(),
             cuda: facts.cuda_version,
         },
-        gpus: gpus.collect(),
+        gpus: facts.gpus.iter().cloned().map(manifest::Gpu::from).collect(),
         processes,
         dump: request.dump,
         gpu_mounts: spec::gpu_mounts(request.spec),

@@ -1,7 +1,7 @@
 //! What follows a checkpoint in another process: Resume of a paused container whose CUDA is
 //! checkpointed, and repair of what a killed operation left behind.
 
-use crate::bring_back::{Goal, Thaw, bring_back, fail, kill, log_of, unlock_network};
+use crate::bring_back::{Goal, Thaw, bring_back, fail, forget, kill, log_of, unlock_network};
 use crate::error::{Cause, Failure, Left, Phase};
 use crate::journal::{Entry, Stage};
 use crate::parts::{Limits, Parts};
@@ -25,9 +25,7 @@ pub fn resume(parts: &mut Parts<'_>, entry: &Entry, limits: &Limits) -> Result<(
         let image = image_is_whole.then(|| entry.image.clone());
         Failure { operation: "resume", container, phase: Phase::Resume, cause, left, image, log }
     });
-    if let Err(error) = parts.journal.clear() {
-        tracing::error!(error = %crate::error::chain(&error), "the journal stays behind");
-    }
+    forget(parts);
     result
 }
 

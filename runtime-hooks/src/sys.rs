@@ -66,7 +66,7 @@ pub(crate) fn seize(tid: Pid) -> Result<(), Errno> {
     interrupt(tid)
 }
 
-/// `PTRACE_INTERRUPT`: the thread stops at its next return to user mode, unnoticed by its program.
+/// `PTRACE_INTERRUPT`: the thread stops at its next return to user mode.
 pub(crate) fn interrupt(tid: Pid) -> Result<(), Errno> {
     ptrace(libc::PTRACE_INTERRUPT, tid, 0)
 }

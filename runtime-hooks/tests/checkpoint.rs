@@ -22,20 +22,24 @@ fn take(world: &World, after: After) -> Result<(), Failure> {
     take_with(world, after, &Annotations { multi_process: true, ..Annotations::default() })
 }
 
+/// Has `act` make a checkpoint that is asked for in this way.
+fn asked<T>(after: After, annotations: &Annotations, act: impl FnOnce(&Request<'_>) -> T) -> T {
+    act(&Request {
+        container: &World::container(),
+        spec: &spec(),
+        annotations,
+        mountinfo: "",
+        dump: manifest::Dump::default(),
+        after,
+        limits: World::limits(),
+    })
+}
+
 fn take_with(world: &World, after: After, annotations: &Annotations) -> Result<(), Failure> {
     world.run(|parts| {
         let cuda = discover(parts).unwrap();
         assert!(!cuda.is_empty());
-        let request = Request {
-            container: &World::container(),
-            spec: &spec(),
-            annotations,
-            mountinfo: "",
-            dump: manifest::Dump::default(),
-            after,
-            limits: World::limits(),
-        };
-        checkpoint(parts, &request, cuda)
+        asked(after, annotations, |request| checkpoint(parts, request, cuda))
     })
 }
 
@@ -307,16 +311,7 @@ fn a_second_checkpoint_while_paused_only_dumps() {
         });
         let result = world.run(|parts| {
             let cuda = parked(parts, &entry).unwrap();
-            let request = Request {
-                container: &World::container(),
-                spec: &spec(),
-                annotations: &Annotations::default(),
-                mountinfo: "",
-                dump: manifest::Dump::default(),
-                after,
-                limits: World::limits(),
-            };
-            again(parts, &request, &entry, &cuda)
+            asked(after, &Annotations::default(), |request| again(parts, request, &entry, &cuda))
         });
         assert_eq!(result.is_err(), fault.is_some());
         let log = world.log();
@@ -341,16 +336,9 @@ fn loaded_libcuda_without_cuda_has_a_manifest_that_says_so() {
         world.run(|parts| {
             let cuda = discover(parts).unwrap();
             assert!(cuda.is_empty());
-            let request = Request {
-                container: &World::container(),
-                spec: &spec(),
-                annotations: &Annotations::default(),
-                mountinfo: "",
-                dump: manifest::Dump::default(),
-                after: After::LeaveRunning,
-                limits: World::limits(),
-            };
-            checkpoint(parts, &request, cuda).unwrap();
+            asked(After::LeaveRunning, &Annotations::default(), |request| {
+                checkpoint(parts, request, cuda).unwrap();
+            });
         });
         let manifest = world.with(|state| state.manifest.clone().unwrap());
         assert!(manifest.processes.is_empty());

@@ -38,15 +38,7 @@ impl DriverInfo for Helper {
             driver_version: facts.driver_version,
             cuda_version: facts.cuda_version,
             checkpoint_api: facts.missing.is_empty(),
-            gpus: facts
-                .gpus
-                .into_iter()
-                .map(|gpu| manifest::Gpu {
-                    uuid: gpu.uuid,
-                    name: gpu.name,
-                    memory_bytes: gpu.memory_bytes,
-                })
-                .collect(),
+            gpus: facts.gpus.into_iter().map(manifest::Gpu::from).collect(),
             missing: facts.missing,
         })
     }

@@ -34,10 +34,10 @@ pub fn main(arguments: &[OsString]) -> ExitCode {
         ["check"] => check::run(false),
         ["check", "--json"] => check::run(true),
         [] => usage("which command?"),
-        [unknown, ..] => usage(
-            &format!("'{}' is not understood", words.join(" ").replace(char::is_control, "?"))
-                .replace("''", unknown),
-        ),
+        words => {
+            let said = words.join(" ").replace(char::is_control, "?");
+            usage(&format!("'{said}' is not understood"))
+        }
     }
 }
 

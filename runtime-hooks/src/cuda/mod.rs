@@ -238,6 +238,12 @@ pub struct Gpu {
     pub memory_bytes: u64,
 }
 
+impl From<Gpu> for stasis_config::manifest::Gpu {
+    fn from(gpu: Gpu) -> Self {
+        Self { uuid: gpu.uuid, name: gpu.name, memory_bytes: gpu.memory_bytes }
+    }
+}
+
 /// What the driver of this host is.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub struct DriverFacts {

@@ -1,8 +1,9 @@
 //! The tracer process: seizes threads, waits for their stops, detaches.
 //!
 //! Single-threaded, because only the thread that seized may do anything with a tracee. A stop that
-//! was asked for (`PTRACE_INTERRUPT`) leaves no trace in the program: interrupted system calls are
-//! restarted by the kernel. A thread that was stopped in front of a signal's delivery gets that
+//! was asked for (`PTRACE_INTERRUPT`) is to the program like a pause of its cgroup: the kernel
+//! restarts most interrupted system calls, and a few (`epoll_wait`, `sigtimedwait`, a receive with a
+//! timeout) return EINTR. A thread that was stopped in front of a signal's delivery gets that
 //! signal when it is let go.
 
 use std::collections::BTreeMap;
