@@ -16,7 +16,7 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 
 use crate::sys;
-pub use crate::sys::exit_now;
+pub use crate::sys::{die_with_parent_thread, exit_now, send_signal};
 
 /// How much of a helper's last words goes into an error, in bytes.
 const LAST_WORDS: usize = 2000;

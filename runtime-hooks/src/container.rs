@@ -151,8 +151,10 @@ fn read(path: PathBuf) -> Result<Option<(PathBuf, Vec<u8>)>, ContainerError> {
 impl Cgroup {
     /// The cgroup of a process: in the v1 freezer hierarchy where one is mounted, else in v2.
     pub fn of(pid: Pid) -> Result<Self, ContainerError> {
+        // Lossily: somebody's mount point or cgroup that is no UTF-8 stands on a line of its own.
         let read = |path: &str| {
-            fs::read_to_string(path)
+            fs::read(path)
+                .map(|text| String::from_utf8_lossy(&text).into_owned())
                 .map_err(|error| ContainerError::Cgroup { pid, reason: format!("{path}: {error}") })
         };
         let memberships = read(&format!("/proc/{pid}/cgroup"))?;
@@ -165,29 +167,34 @@ impl Cgroup {
 
     /// `memberships` is a /proc/PID/cgroup, `mounts` this process's mountinfo.
     fn find(memberships: &str, mounts: &str) -> Option<Self> {
-        let entries = || {
-            memberships.lines().filter_map(|line| {
-                let mut fields = line.splitn(3, ':');
-                Some((fields.next()?, fields.next()?, fields.next()?))
-            })
-        };
-        let v1 = entries()
+        let v1 = entries(memberships)
             .find(|(_, controllers, _)| controllers.split(',').any(|name| name == "freezer"))
             .and_then(|(_, _, path)| {
                 let directory = mounted(mounts, "cgroup", Some("freezer"), path)?;
                 Some(Self { version: CgroupVersion::V1, directory })
             });
         v1.or_else(|| {
-            let (_, _, path) = entries().find(|(number, _, _)| *number == "0")?;
+            let (_, _, path) = entries(memberships).find(|(number, _, _)| *number == "0")?;
             let directory = mounted(mounts, "cgroup2", None, path)?;
             Some(Self { version: CgroupVersion::V2, directory })
         })
     }
 }
 
-/// Where `path` of a cgroup hierarchy is seen, given a mountinfo. The root of a hierarchy holds
-/// the whole host, so a container in it has no cgroup of its own.
-fn mounted(mounts: &str, kind: &str, controller: Option<&str>, path: &str) -> Option<PathBuf> {
+/// The lines of a /proc/PID/cgroup: the hierarchy's number (0 is v2's), its controllers with
+/// commas between them, and the path in it.
+pub fn entries(memberships: &str) -> impl Iterator<Item = (&str, &str, &str)> {
+    memberships.lines().filter_map(|line| {
+        let mut fields = line.splitn(3, ':');
+        Some((fields.next()?, fields.next()?, fields.next()?))
+    })
+}
+
+/// Where `path` of a cgroup hierarchy is seen, given a mountinfo. `kind` is its file system,
+/// `cgroup` (with one of its controllers) or `cgroup2`. The root of a hierarchy holds the whole
+/// host, so a container in it has no cgroup of its own.
+#[must_use]
+pub fn mounted(mounts: &str, kind: &str, controller: Option<&str>, path: &str) -> Option<PathBuf> {
     mounts.lines().find_map(|line| {
         let (left, right) = line.split_once(" - ")?;
         let left: Vec<&str> = left.split(' ').collect();
@@ -201,6 +208,9 @@ fn mounted(mounts: &str, kind: &str, controller: Option<&str>, path: &str) -> Op
         }
         // A mount of a part of the hierarchy shows only what lies below its root.
         let below = if root == "/" { path } else { path.strip_prefix(root)? };
+        if !below.is_empty() && !below.starts_with('/') {
+            return None;
+        }
         let below = below.trim_start_matches('/');
         (!below.is_empty()).then(|| Path::new(&unescape(point)).join(below))
     })
@@ -274,6 +284,7 @@ mod tests {
         let expected = (CgroupVersion::V2, "/sys/fs/cgroup/c1".to_owned());
         assert_eq!(found("0::/docker/x/c1\n", mounts), Some(expected));
         assert_eq!(found("0::/other/c1\n", mounts), None);
+        assert_eq!(found("0::/docker/xy/c1\n", mounts), None);
     }
 
     #[test]

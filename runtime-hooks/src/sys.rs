@@ -19,6 +19,13 @@ pub fn exit_now(status: i32) -> ! {
     unsafe { libc::_exit(status) }
 }
 
+/// `kill`. Not nix's, which knows no real-time signals.
+pub fn send_signal(pid: Pid, signal: i32) -> Result<(), Errno> {
+    // SAFETY: `kill` takes two numbers.
+    let result = unsafe { libc::kill(pid, signal) };
+    if result == -1 { Err(Errno::last()) } else { Ok(()) }
+}
+
 /// Makes `command` start with nothing open but its standard descriptors.
 pub(crate) fn close_other_descriptors(command: &mut Command) {
     // SAFETY: the closure runs between fork and exec and makes one system call, which is
@@ -36,7 +43,7 @@ pub(crate) fn close_other_descriptors(command: &mut Command) {
 }
 
 /// Makes the kernel send `signal` to the child when the thread that starts it ends.
-pub(crate) fn die_with_parent_thread(command: &mut Command, signal: Signal) {
+pub fn die_with_parent_thread(command: &mut Command, signal: Signal) {
     let parent = nix::unistd::getpid();
     // SAFETY: the closure runs between fork and exec and makes system calls only, which are
     // async-signal-safe.

@@ -21,9 +21,24 @@ use report::Report;
 /// Runs `stasis-runc` with `arguments` (without the program's name).
 #[must_use]
 pub fn main(arguments: &[OsString]) -> ExitCode {
+    run_as(arguments, Caller::default())
+}
+
+/// What a caller that has the engine in its own executable decides for it.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Caller {
+    /// The runtime, instead of the configured one.
+    pub runtime: Option<PathBuf>,
+    /// The configuration file, instead of this host's.
+    pub config: Option<PathBuf>,
+}
+
+/// Runs a call of the runtime with `arguments` (without the program's name) as `stasis-runc` would.
+#[must_use]
+pub fn run_as(arguments: &[OsString], caller: Caller) -> ExitCode {
     let line = CommandLine::recognise(arguments);
     let report = Report::new(line.as_ref());
-    let config = match Config::load() {
+    let config = match caller.config.as_deref().map_or_else(Config::load, Config::from_file) {
         Ok(config) => Ok(config),
         // A slip in the configuration must not make containers that run undeletable.
         Err(_) if !line.as_ref().is_some_and(needs_configuration) => Ok(Config::default()),
@@ -32,7 +47,10 @@ pub fn main(arguments: &[OsString]) -> ExitCode {
             Err(anyhow::Error::msg(format!("stasis: {text}; nothing was done")))
         }
     };
-    let done = config.and_then(|config| {
+    let done = config.and_then(|mut config| {
+        if let Some(runtime) = caller.runtime {
+            config.runtime.path = runtime;
+        }
         report::log_to(&config.log);
         run(&config, arguments, line.as_ref())
     });

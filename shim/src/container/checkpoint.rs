@@ -1,0 +1,127 @@
+//! The checkpoint of a container.
+
+use std::ffi::OsString;
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use containerd_shim::protos::events::task::TaskCheckpointed;
+use stasis_hooks::runc::criu::DUMP_LOG;
+
+use super::Container;
+use super::create::words;
+use crate::error::TaskError;
+use crate::runc::{Call, RuncError};
+use crate::state::Action;
+
+/// A checkpoint that is asked for.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+#[expect(clippy::struct_excessive_bools, reason = "these are the options of the Task service")]
+pub struct CheckpointRequest {
+    /// Where the image goes.
+    pub image: PathBuf,
+    /// CRIU's work directory, where its log is. Without one it is a temporary one in the bundle.
+    pub work: Option<PathBuf>,
+    /// Whether the container ends.
+    pub exit: bool,
+    /// `--tcp-established`
+    pub open_tcp: bool,
+    /// `--ext-unix-sk`
+    pub external_unix_sockets: bool,
+    /// `--shell-job`
+    pub terminal: bool,
+    /// `--file-locks`
+    pub file_locks: bool,
+    /// `--empty-ns`
+    pub empty_namespaces: Vec<String>,
+}
+
+impl CheckpointRequest {
+    /// The arguments, as containerd's own shim gives them.
+    fn arguments(&self, work: &Path, id: &str) -> Vec<OsString> {
+        let mut arguments = words(&["--image-path"]);
+        arguments.push(self.image.clone().into());
+        arguments.extend(["--work-path".into(), work.into()]);
+        let flags = [
+            (self.open_tcp, "--tcp-established"),
+            (self.external_unix_sockets, "--ext-unix-sk"),
+            (self.terminal, "--shell-job"),
+            (self.file_locks, "--file-locks"),
+        ];
+        arguments.extend(flags.iter().filter(|(set, _)| *set).map(|(_, flag)| flag.into()));
+        for namespace in &self.empty_namespaces {
+            arguments.extend(["--empty-ns".into(), namespace.into()]);
+        }
+        if !self.exit {
+            arguments.push("--leave-running".into());
+        }
+        arguments.push(id.into());
+        arguments
+    }
+}
+
+impl Container {
+    /// Checkpoints it. The engine suspends its CUDA, calls runc, and puts back what failed; a
+    /// container without CUDA is runc's alone.
+    pub async fn checkpoint(&self, request: CheckpointRequest) -> Result<(), TaskError> {
+        if request.image.as_os_str().is_empty() {
+            return Err(TaskError::Invalid("a checkpoint needs a path for its image".to_owned()));
+        }
+        let _under_way = self.begin(Action::Checkpoint).await?;
+        let temporary = self.fixed.bundle.join("work/criu-work");
+        let work = request.work.as_ref().unwrap_or(&temporary);
+        let call = Call::new("checkpoint", request.arguments(work, &self.id)).through_engine(true);
+        let made = self.runtime.call(call).await;
+        let result = made.map_err(|error| self.explain(error, work));
+        if request.work.is_none() {
+            let _ = fs::remove_dir_all(&temporary);
+        }
+        if let Err(error) = &result {
+            tracing::error!(container = self.id, phase = "checkpoint", "{error}");
+            return result.map(drop);
+        }
+        let container_id = self.id.clone();
+        self.tell(TaskCheckpointed { container_id, ..TaskCheckpointed::default() });
+        Ok(())
+    }
+
+    /// As containerd's own shim: the first line, and where CRIU's log is.
+    fn explain(&self, error: RuncError, work: &Path) -> TaskError {
+        let (words, log) = (error.to_string(), work.join(DUMP_LOG));
+        if error.says("stasis: ") {
+            return TaskError::Runtime { what: "OCI runtime checkpoint failed", error };
+        }
+        let words = words.lines().next().unwrap_or_default();
+        let copy = self.fixed.bundle.join("criu-dump.log");
+        match fs::copy(&log, &copy) {
+            Ok(_) => TaskError::Failed(format!("{words} path= {}", copy.display())),
+            Err(_) => TaskError::Failed(words.to_owned()),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn line(request: &CheckpointRequest) -> String {
+        let words = request.arguments(Path::new("/w"), "c1");
+        words.iter().map(|word| word.to_string_lossy()).collect::<Vec<_>>().join(" ")
+    }
+
+    #[test]
+    fn the_arguments_are_those_of_gos_shim() {
+        let mut request = CheckpointRequest { image: "/i".into(), ..CheckpointRequest::default() };
+        assert_eq!(line(&request), "--image-path /i --work-path /w --leave-running c1");
+        request.exit = true;
+        request.open_tcp = true;
+        request.external_unix_sockets = true;
+        request.terminal = true;
+        request.file_locks = true;
+        request.empty_namespaces = vec!["network".into()];
+        assert_eq!(
+            line(&request),
+            "--image-path /i --work-path /w --tcp-established --ext-unix-sk --shell-job \
+             --file-locks --empty-ns network c1"
+        );
+    }
+}

@@ -1,0 +1,303 @@
+//! The Task service over a runtime that only pretends: order of events, what may be done at the
+//! same time, and what a failure leaves behind.
+
+mod common;
+
+use std::process::Command;
+use std::time::Duration;
+
+use common::{World, context, refusal, run};
+use containerd_shim::protos::api::{PauseRequest, ResumeRequest, Status, WaitRequest};
+use containerd_shim::protos::shim_async::Task as _;
+use containerd_shim::protos::ttrpc::Code;
+
+#[test]
+fn the_life_of_a_container_is_told_in_order() {
+    run(async {
+        let world = World::new().await;
+        world.running("c1").await;
+        assert_eq!(world.status("c1").await, Status::RUNNING);
+        world.exec("c1", "e1").await.unwrap();
+        assert_eq!(refusal(world.delete("c1").await).0, Code::FAILED_PRECONDITION);
+        world.kill("c1").await.unwrap();
+        // The exec is not in a pid namespace that would end it, and its end comes first.
+        let exec = pid_of(&world, "c1", "e1").await;
+        kill(exec);
+        let events = world.events(6).await;
+        assert_eq!(world.status("c1").await, Status::STOPPED);
+        assert_eq!(world.delete("c1").await.unwrap(), 137);
+        let expected = [
+            "/tasks/create",
+            "/tasks/start",
+            "/tasks/exec-added",
+            "/tasks/exec-started",
+            "/tasks/exit e1",
+            "/tasks/exit c1",
+        ];
+        assert_eq!(events, expected);
+        assert_eq!(world.events(7).await[6], "/tasks/delete");
+        assert_eq!(refusal(world.delete("c1").await).0, Code::NOT_FOUND);
+    });
+}
+
+#[test]
+fn an_end_is_never_told_before_its_start() {
+    run(async {
+        let world = World::new().await;
+        world.create_in(&world.bundle("c1", true), "").await.unwrap();
+        let starting = world.runtime.hold("start");
+        let service = world.service.clone();
+        let request = containerd_shim::protos::api::StartRequest {
+            id: "c1".to_owned(),
+            ..Default::default()
+        };
+        let start = tokio::spawn(async move { service.start(&context(), request).await });
+        world.runtime.called("start").await;
+        world.runtime.end();
+        tokio::time::sleep(Duration::from_millis(50)).await;
+        starting.notify_one();
+        start.await.unwrap().unwrap();
+        assert_eq!(world.events(3).await, ["/tasks/create", "/tasks/start", "/tasks/exit c1"]);
+        assert_eq!(world.status("c1").await, Status::STOPPED);
+    });
+}
+
+#[test]
+fn during_a_checkpoint_all_else_is_answered_or_refused_at_once() {
+    run(async {
+        let world = World::new().await;
+        world.running("c1").await;
+        let dump = world.runtime.hold("checkpoint");
+        let checkpoint = world.checkpoint("c1");
+        world.runtime.called("checkpoint").await;
+        assert_eq!(world.status("c1").await, Status::RUNNING);
+
+        let pause = PauseRequest { id: "c1".to_owned(), ..Default::default() };
+        let resume = ResumeRequest { id: "c1".to_owned(), ..Default::default() };
+        let second = world.checkpoint("c1").await.unwrap();
+        for (code, words) in [
+            refusal(world.service.pause(&context(), pause).await),
+            refusal(second),
+            refusal(world.exec("c1", "e1").await),
+        ] {
+            assert_eq!(code, Code::FAILED_PRECONDITION);
+            assert!(words.contains("c1") && words.contains("checkpoint is under way"), "{words}");
+        }
+        let (code, words) = refusal(world.service.resume(&context(), resume).await);
+        assert_eq!((code, words.contains("running")), (Code::FAILED_PRECONDITION, true), "{words}");
+
+        // A kill wins, and the dead is deleted without waiting for the dump.
+        world.kill("c1").await.unwrap();
+        let wait = WaitRequest { id: "c1".to_owned(), ..Default::default() };
+        assert_eq!(world.service.wait(&context(), wait).await.unwrap().exit_status, 137);
+        assert_eq!(world.status("c1").await, Status::STOPPED);
+        assert_eq!(world.delete("c1").await.unwrap(), 137);
+        assert!(!checkpoint.is_finished());
+        world.runtime.fail("checkpoint", "the container was killed meanwhile");
+        dump.notify_one();
+        assert!(refusal(checkpoint.await.unwrap()).1.contains("killed meanwhile"));
+    });
+}
+
+#[test]
+fn a_caller_that_goes_away_does_not_cut_a_checkpoint() {
+    run(async {
+        let world = World::new().await;
+        world.running("c1").await;
+        let dump = world.runtime.hold("checkpoint");
+        let checkpoint = world.checkpoint("c1");
+        world.runtime.called("checkpoint").await;
+        checkpoint.abort();
+        assert!(checkpoint.await.unwrap_err().is_cancelled());
+        // It is still under way.
+        assert_eq!(refusal(world.checkpoint("c1").await.unwrap()).0, Code::FAILED_PRECONDITION);
+        dump.notify_one();
+        assert_eq!(world.events(3).await[2], "/tasks/checkpointed");
+    });
+}
+
+#[test]
+fn a_checkpoint_waits_for_an_exec_that_has_begun() {
+    run(async {
+        let world = World::new().await;
+        world.running("c1").await;
+        let starting = world.runtime.hold("exec");
+        let (exec, ()) = tokio::join!(world.exec("c1", "e1"), async {
+            world.runtime.called("exec").await;
+            let checkpoint = world.checkpoint("c1");
+            tokio::time::sleep(Duration::from_millis(50)).await;
+            assert!(!world.runtime.calls().iter().any(|call| call.starts_with("checkpoint")));
+            starting.notify_one();
+            checkpoint.await.unwrap().unwrap();
+        });
+        kill(exec.unwrap().cast_signed());
+    });
+}
+
+#[test]
+fn a_paused_one_is_paused_all_the_time_and_told() {
+    run(async {
+        let world = World::new().await;
+        world.running("c1").await;
+        let pause = PauseRequest { id: "c1".to_owned(), ..Default::default() };
+        world.service.pause(&context(), pause).await.unwrap();
+        let dump = world.runtime.hold("checkpoint");
+        let checkpoint = world.checkpoint("c1");
+        world.runtime.called("checkpoint").await;
+        assert_eq!(world.status("c1").await, Status::PAUSED);
+        dump.notify_one();
+        checkpoint.await.unwrap().unwrap();
+        assert_eq!(world.status("c1").await, Status::PAUSED);
+        let resume = ResumeRequest { id: "c1".to_owned(), ..Default::default() };
+        world.service.resume(&context(), resume).await.unwrap();
+        assert_eq!(world.status("c1").await, Status::RUNNING);
+        assert_eq!(
+            world.events(5).await[2..],
+            ["/tasks/paused", "/tasks/checkpointed", "/tasks/resumed"]
+        );
+    });
+}
+
+#[test]
+fn a_resume_that_fails_leaves_it_paused() {
+    run(async {
+        let world = World::new().await;
+        world.running("c1").await;
+        let pause = PauseRequest { id: "c1".to_owned(), ..Default::default() };
+        world.service.pause(&context(), pause).await.unwrap();
+        world.runtime.fail("resume", "stasis: no");
+        let resume = ResumeRequest { id: "c1".to_owned(), ..Default::default() };
+        let (_, words) = refusal(world.service.resume(&context(), resume).await);
+        assert!(words.contains("OCI runtime resume failed"), "{words}");
+        assert_eq!(world.status("c1").await, Status::PAUSED);
+    });
+}
+
+#[test]
+fn a_failed_restore_leaves_no_process_and_can_be_deleted() {
+    run(async {
+        let world = World::new().await;
+        let pid = world.create_in(&world.bundle("c1", true), "/image").await.unwrap();
+        assert_eq!(pid, 0);
+        assert_eq!(world.runtime.calls(), Vec::<String>::new());
+        world.runtime.fail("restore", "criu failed");
+        let (wait, context) =
+            (WaitRequest { id: "c1".to_owned(), ..Default::default() }, context());
+        let (waited, ()) = tokio::join!(world.service.wait(&context, wait), async {
+            let (_, words) = refusal(world.start("c1").await);
+            assert!(words.contains("OCI runtime restore failed"), "{words}");
+        });
+        assert_eq!(waited.unwrap().exit_status, 255);
+        assert_eq!(world.status("c1").await, Status::STOPPED);
+        world.delete("c1").await.unwrap();
+        let calls = world.runtime.calls();
+        assert!(calls[0].starts_with("restore --image-path /image --work-path "), "{calls:?}");
+        assert_eq!(calls[1..], ["delete --force c1", "delete c1"]);
+        // It never ran, so there is no end to be told.
+        assert_eq!(world.events(2).await, ["/tasks/create", "/tasks/delete"]);
+    });
+}
+
+#[test]
+fn a_restore_runs_in_start_and_makes_the_same_container() {
+    run(async {
+        let world = World::new().await;
+        world.create_in(&world.bundle("c1", true), "/image").await.unwrap();
+        assert_eq!(world.status("c1").await, Status::CREATED);
+        assert_ne!(world.start("c1").await.unwrap(), 0);
+        assert_eq!(world.status("c1").await, Status::RUNNING);
+        world.kill("c1").await.unwrap();
+        assert_eq!(world.events(3).await[1..], ["/tasks/start", "/tasks/exit c1"]);
+    });
+}
+
+#[test]
+fn a_kill_during_a_restore_ends_the_engine() {
+    run(async {
+        let world = World::new().await;
+        world.create_in(&world.bundle("c1", true), "/image").await.unwrap();
+        let engine = Command::new("sleep").arg("1000").spawn().unwrap().id();
+        *world.runtime.engine.lock().unwrap() = Some(engine.cast_signed());
+        let restoring = world.runtime.hold("restore");
+        world.runtime.fail("kill", "container does not exist");
+        let (started, ()) = tokio::join!(world.start("c1"), async {
+            world.runtime.called("restore").await;
+            world.kill("c1").await.unwrap();
+            while std::path::Path::new(&format!("/proc/{engine}")).exists() {
+                tokio::time::sleep(Duration::from_millis(1)).await;
+            }
+            world.runtime.fail("restore", "interrupted");
+            restoring.notify_one();
+        });
+        assert!(refusal(started).1.contains("interrupted"));
+    });
+}
+
+#[test]
+fn a_failed_creation_leaves_nothing_and_can_be_tried_again() {
+    run(async {
+        let world = World::new().await;
+        world.runtime.fail("create", "no such file or directory");
+        let bundle = world.bundle("c1", true);
+        let (code, words) = refusal(world.create_in(&bundle, "").await);
+        assert_eq!(code, Code::UNKNOWN);
+        assert!(words.starts_with("OCI runtime create failed: "), "{words}");
+        assert_eq!(refusal(world.start("c1").await).0, Code::NOT_FOUND);
+        world.runtime.fail("create", "panic");
+        let (_, words) = refusal(world.create_in(&bundle, "").await);
+        assert!(words.contains("internal error of the shim: the runtime's wrapper"), "{words}");
+        let (_, words) = refusal(world.create_in(&bundle, "").await);
+        assert!(words.contains("internal error"), "the id is still taken: {words}");
+    });
+}
+
+#[test]
+fn an_id_is_taken_once() {
+    run(async {
+        let world = World::new().await;
+        world.running("c1").await;
+        let again = world.create_in(&world.bundle("c1", true), "").await;
+        assert_eq!(refusal(again).0, Code::ALREADY_EXISTS);
+        assert_eq!(world.status("c1").await, Status::RUNNING);
+    });
+}
+
+#[test]
+fn without_pids_of_its_own_all_of_it_is_killed_with_its_init() {
+    run(async {
+        let world = World::new().await;
+        world.create_in(&world.bundle("c1", false), "").await.unwrap();
+        world.start("c1").await.unwrap();
+        world.runtime.end();
+        world.events(3).await;
+        assert!(world.runtime.calls().contains(&"kill --all c1 KILL".to_owned()));
+    });
+}
+
+#[test]
+fn what_ends_while_it_is_paused_is_thawed() {
+    run(async {
+        let world = World::new().await;
+        world.running("c1").await;
+        let pause = PauseRequest { id: "c1".to_owned(), ..Default::default() };
+        world.service.pause(&context(), pause).await.unwrap();
+        world.runtime.end();
+        world.events(4).await;
+        assert!(world.runtime.calls().contains(&"resume c1".to_owned()));
+        assert_eq!(world.status("c1").await, Status::STOPPED);
+    });
+}
+
+async fn pid_of(world: &World, id: &str, exec: &str) -> i32 {
+    let request = containerd_shim::protos::api::StateRequest {
+        id: id.to_owned(),
+        exec_id: exec.to_owned(),
+        ..Default::default()
+    };
+    world.service.state(&context(), request).await.unwrap().pid.cast_signed()
+}
+
+fn kill(pid: i32) {
+    let pid = nix::unistd::Pid::from_raw(pid);
+    nix::sys::signal::kill(pid, nix::sys::signal::Signal::SIGKILL).unwrap();
+}
