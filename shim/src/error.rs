@@ -69,6 +69,14 @@ impl TaskError {
     }
 }
 
+impl TaskError {
+    /// The host failed us: the error with its sources.
+    #[must_use]
+    pub fn failed(error: &dyn std::error::Error) -> Self {
+        Self::Failed(stasis_hooks::error::chain(error))
+    }
+}
+
 impl From<TaskError> for ttrpc::Error {
     fn from(error: TaskError) -> Self {
         ttrpc::Error::RpcStatus(ttrpc::get_status(error.code(), error))

@@ -119,9 +119,7 @@ impl Process {
         };
         let (width, height) = (side(width)?, side(height)?);
         match &*self.io.read().await {
-            Some(io) => {
-                io.resize(width, height).map_err(|error| TaskError::Failed(error.to_string()))
-            }
+            Some(io) => io.resize(width, height).map_err(|error| TaskError::failed(&error)),
             None => Ok(()),
         }
     }

@@ -79,6 +79,8 @@ fn run(
         && !line.asks_for_help()
     {
         let context = Context { config, program: &program, line, id };
+        let operation = line.subcommand.as_str();
+        let _span = tracing::info_span!("engine", operation, container = id).entered();
         match line.subcommand.as_str() {
             "checkpoint" => return operations::checkpoint(&context),
             "restore" => return operations::restore(&context),

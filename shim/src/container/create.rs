@@ -12,7 +12,6 @@ use std::sync::{Arc, Mutex};
 use containerd_shim::protos::events::task::{TaskCreate, TaskIO};
 use containerd_shim::protos::protobuf::MessageField;
 use containerd_shim::protos::types::mount::Mount;
-use oci_spec::runtime::{LinuxNamespaceType, Spec};
 use stasis_config::{Annotations, Config};
 use stasis_hooks::error::chain;
 use stasis_hooks::journal::JournalFile;
@@ -21,6 +20,7 @@ use super::{Container, Fixed, Inner, Shared};
 use crate::cgroup::Cgroups;
 use crate::error::TaskError;
 use crate::options::Options;
+use crate::options::spec::Spec;
 use crate::process::Process;
 use crate::reaper::Pid;
 use crate::runc::{Call, CallIo, Runc, Runtime};
@@ -73,8 +73,8 @@ impl Container {
     /// Creates a container.
     pub async fn create(shared: Shared, request: CreateRequest) -> Result<Arc<Self>, TaskError> {
         let CreateRequest { id, bundle, rootfs, stdio, checkpoint, options } = request;
-        let spec = load_spec(&bundle)?;
         let invalid = |error: &dyn std::error::Error| TaskError::Invalid(chain(error));
+        let spec = Spec::read(&bundle).map_err(|error| invalid(&error))?;
         let settled = options.settle(&bundle).map_err(|error| invalid(&error))?;
         let config = settled.config.as_deref().map_or_else(Config::load, Config::from_file);
         let config = config.map_err(|error| invalid(&error))?;
@@ -91,7 +91,7 @@ impl Container {
             log: bundle.join("log.json"),
             systemd_cgroup: settled.systemd_cgroup,
             config: settled.config,
-            engine_log: (bundle.join(crate::log::FILE), shared.log_level.clone()),
+            engine_log: (bundle.join(crate::log::FILE), engine_level(&shared, &config)),
             reaper: shared.reaper.clone(),
         };
 
@@ -103,7 +103,7 @@ impl Container {
             Ok(io) => io,
             Err(error) => {
                 unmount(mounted.as_deref()).await;
-                return Err(TaskError::Failed(error.to_string()));
+                return Err(TaskError::failed(&error));
             }
         };
         let fixed = Fixed {
@@ -113,7 +113,7 @@ impl Container {
             no_pivot: options.no_pivot_root,
             no_new_keyring: options.no_new_keyring,
             owner,
-            shares_pids: shares_pids(&spec),
+            shares_pids: spec.shares_pids(),
             criu_work: options.criu_work_path.unwrap_or_else(|| bundle.join("work")),
             checkpoint,
             bundle,
@@ -173,14 +173,13 @@ impl Container {
             arguments.push("--no-new-keyring".into());
         }
         arguments.push(self.id.clone().into());
-        let failed = |error: &dyn std::fmt::Display| TaskError::Failed(error.to_string());
-        let ends = io.take_child_ends().map_err(|error| failed(&error))?;
+        let ends = io.take_child_ends().map_err(|error| TaskError::failed(&error))?;
         let call = Call::new("create", arguments).with_io(CallIo::Container(ends));
         let expecting = self.shared.reaper.expect();
         self.call(call, "OCI runtime create failed").await?;
         let born = match io.started().await {
             Ok(()) => read_pid(&pid_file),
-            Err(error) => Err(failed(&error)),
+            Err(error) => Err(TaskError::failed(&error)),
         };
         match born {
             Ok(pid) => {
@@ -252,30 +251,18 @@ pub(super) fn read_pid(path: &Path) -> Result<Pid, TaskError> {
         .map_err(|_| TaskError::Failed(format!("{} does not hold a pid: {text:?}", path.display())))
 }
 
-fn load_spec(bundle: &Path) -> Result<Spec, TaskError> {
-    let path = bundle.join("config.json");
-    Spec::load(&path).map_err(|error| {
-        let text = chain(&error);
-        TaskError::Invalid(format!("cannot use {}: {text}", path.display()))
-    })
+/// What containerd asks for, or the configuration if that is more.
+fn engine_level(shared: &Shared, config: &Config) -> String {
+    let own = config.log.level.as_str();
+    let level = |name: &str| name.parse().unwrap_or(tracing::Level::WARN);
+    if level(own) > level(&shared.log_level) { own.to_owned() } else { shared.log_level.clone() }
 }
 
 /// An annotation that this host refuses is told now and not at the first checkpoint.
 fn allow_annotations(spec: &Spec, config: &Config) -> Result<(), TaskError> {
-    let all = spec.annotations().as_ref();
-    let pairs = all.into_iter().flatten().map(|(key, value)| (key.as_str(), value.as_str()));
-    Annotations::parse(pairs, &config.annotations)
+    Annotations::parse(spec.annotations(), &config.annotations)
         .map(drop)
         .map_err(|error| TaskError::Invalid(chain(&error)))
-}
-
-/// Whether its processes are not in a pid namespace of its own.
-fn shares_pids(spec: &Spec) -> bool {
-    let namespaces = spec.linux().as_ref().and_then(|linux| linux.namespaces().as_ref());
-    !namespaces.into_iter().flatten().any(|namespace| {
-        namespace.typ() == LinuxNamespaceType::Pid
-            && namespace.path().as_ref().is_none_or(|path| path.as_os_str().is_empty())
-    })
 }
 
 /// Mounts the rootfs. On failure nothing stays mounted.

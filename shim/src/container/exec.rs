@@ -88,7 +88,7 @@ impl Container {
     }
 
     async fn run_exec(self: &Arc<Self>, process: &Arc<Process>) -> Result<u32, TaskError> {
-        let failed = |error: &dyn std::fmt::Display| TaskError::Failed(error.to_string());
+        let failed = |error: &dyn std::error::Error| TaskError::failed(error);
         let (owner, shared) = (self.fixed.owner, &self.shared);
         let mut io =
             ProcessIo::open(&process.stdio, &self.id, &shared.namespace, owner, &shared.reaper)

@@ -34,7 +34,7 @@ impl Container {
 
     async fn run_restore(self: &Arc<Self>) -> Result<(), TaskError> {
         let Fixed { bundle, checkpoint, criu_work, no_pivot, .. } = &self.fixed;
-        let failed = |error: &dyn std::fmt::Display| TaskError::Failed(error.to_string());
+        let failed = |error: &dyn std::error::Error| TaskError::failed(error);
         let image = checkpoint.as_deref().unwrap_or(Path::new(""));
         let pid_file = bundle.join(PID_FILE);
         let mut arguments = words(&["--image-path"]);
@@ -42,7 +42,7 @@ impl Container {
         arguments.extend(["--work-path".into(), criu_work.into(), "--detach".into()]);
         arguments.extend(["--pid-file".into(), pid_file.clone().into()]);
         let mut io = self.init.io.write().await;
-        let io = io.as_mut().ok_or_else(|| failed(&"it was deleted"))?;
+        let io = io.as_mut().ok_or_else(|| TaskError::Failed("it was deleted".to_owned()))?;
         if let Some(socket) = io.console_socket() {
             arguments.extend(["--console-socket".into(), socket.into()]);
         }

@@ -20,6 +20,15 @@ pub struct Spec {
 struct Linux {
     #[serde(default, rename = "cgroupsPath")]
     cgroups_path: String,
+    namespaces: Option<Vec<Namespace>>,
+}
+
+#[derive(Debug, Deserialize)]
+struct Namespace {
+    #[serde(rename = "type")]
+    kind: String,
+    /// One to join; empty or missing: a new one.
+    path: Option<String>,
 }
 
 /// config.json cannot be used.
@@ -62,6 +71,23 @@ impl Spec {
         (!value.is_empty()).then_some(value.as_str())
     }
 
+    /// All annotations.
+    pub fn annotations(&self) -> impl Iterator<Item = (&str, &str)> {
+        let all = self.annotations.iter().flatten();
+        all.map(|(name, value)| (name.as_str(), value.as_str()))
+    }
+
+    /// Whether its processes are not in a pid namespace of its own, and so do not end with its
+    /// init.
+    #[must_use]
+    pub fn shares_pids(&self) -> bool {
+        let namespaces = self.linux.iter().filter_map(|linux| linux.namespaces.as_ref()).flatten();
+        let own = |namespace: &Namespace| {
+            namespace.kind == "pid" && namespace.path.as_ref().is_none_or(String::is_empty)
+        };
+        !namespaces.into_iter().any(own)
+    }
+
     /// Whether the cgroup is one of systemd's: `slice:prefix:name`, and not a path.
     #[must_use]
     pub fn is_systemd(&self) -> bool {
@@ -78,6 +104,21 @@ mod tests {
         let directory = tempfile::tempdir().unwrap();
         std::fs::write(directory.path().join(FILE), text).unwrap();
         Spec::read(directory.path())
+    }
+
+    #[test]
+    fn only_a_new_pid_namespace_is_its_own() {
+        let table = [
+            (r#"{"linux":{"namespaces":[{"type":"ipc"},{"type":"pid"}]}}"#, false),
+            (r#"{"linux":{"namespaces":[{"type":"pid","path":""}]}}"#, false),
+            (r#"{"linux":{"namespaces":[{"type":"pid","path":"/proc/1/ns/pid"}]}}"#, true),
+            (r#"{"linux":{"namespaces":[{"type":"ipc"}]}}"#, true),
+            (r#"{"linux":{"namespaces":null}}"#, true),
+            ("{}", true),
+        ];
+        for (text, shares) in table {
+            assert_eq!(read(text).unwrap().shares_pids(), shares, "{text}");
+        }
     }
 
     #[test]

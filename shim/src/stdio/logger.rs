@@ -57,35 +57,33 @@ impl Logger {
         let command =
             command(&binary, container, namespace, [stdout_read, stderr_read], ready_write)
                 .map_err(StdioError::path("prepare the logging binary", &binary.path))?;
-        let spawned = spawner
+        let process = spawner
             .spawn(command)
             .map_err(StdioError::path("start the logging binary", &binary.path))?;
-        let pid = Pid::from_raw(spawned.pid);
-        let mut logger = Self { binary: binary.path, pid, exit: spawned.exit, stdout, stderr };
-        match timeout(within, until_ready(ready)).await {
-            Ok(Ok(true)) => Ok(logger),
+        let pid = Pid::from_raw(process.pid);
+        let mut logger = Self { binary: binary.path, pid, exit: process.exit, stdout, stderr };
+        let ready = match timeout(within, until_ready(ready)).await {
+            Ok(Ok(true)) => Ok(()),
             // Its end of the pipe is closed. Most say so that they are ready, nerdctl's too; but
             // it is also how one ends that fails, which Go's shim takes for ready: the container
             // is then ended by its first word.
-            Ok(Ok(false)) => logger.is_there().await.map(|()| logger),
+            Ok(Ok(false)) => logger.is_there().await,
             Ok(Err(source)) => {
-                logger.signal(Signal::SIGKILL);
-                Err(StdioError::Path {
-                    what: "wait for the logging binary",
-                    path: logger.binary,
-                    source,
-                })
+                Err(StdioError::Failed { what: "wait for a logging binary", source })
             }
-            Err(_) => match logger.exit.try_recv() {
-                Ok(exit) => Err(StdioError::LoggerEnded {
-                    binary: logger.binary,
-                    status: Some(exit.status),
-                }),
-                Err(_) => {
-                    logger.signal(Signal::SIGKILL);
-                    Err(StdioError::LoggerNotReady { binary: logger.binary, within })
-                }
-            },
+            Err(_) => Err(logger.not_ready(within)),
+        };
+        if ready.is_err() {
+            signal(logger.pid, &mut logger.exit, Signal::SIGKILL);
+        }
+        ready.map(|()| logger)
+    }
+
+    fn not_ready(&mut self, within: Duration) -> StdioError {
+        let binary = self.binary.clone();
+        match self.exit.try_recv() {
+            Ok(exit) => StdioError::LoggerEnded { binary, status: Some(exit.status) },
+            Err(_) => StdioError::LoggerNotReady { binary, within },
         }
     }
 
@@ -110,27 +108,20 @@ impl Logger {
     pub(super) async fn end(self, within: Duration) {
         let Self { binary, pid, mut exit, stdout, stderr } = self;
         drop((stdout, stderr));
-        if !matches!(exit.try_recv(), Err(TryRecvError::Empty)) {
-            // Ended, and perhaps another process has its pid.
+        if !signal(pid, &mut exit, Signal::SIGTERM) {
             return;
         }
-        send(pid, Signal::SIGTERM);
         if timeout(within, &mut exit).await.is_err() {
             tracing::warn!(binary = %binary.display(), ?within, "a logging binary does not end");
-            send(pid, Signal::SIGKILL);
-        }
-    }
-
-    fn signal(&mut self, signal: Signal) {
-        if matches!(self.exit.try_recv(), Err(TryRecvError::Empty)) {
-            send(self.pid, signal);
+            signal(pid, &mut exit, Signal::SIGKILL);
         }
     }
 }
 
-/// Fails only if it is gone, which is as well.
-fn send(pid: Pid, signal: Signal) {
-    let _ = kill(pid, signal);
+/// Signals a child that has not been reaped: then perhaps another process would have its pid.
+/// Returns whether it was there.
+fn signal(pid: Pid, exit: &mut Receiver<Exit>, signal: Signal) -> bool {
+    matches!(exit.try_recv(), Err(TryRecvError::Empty)) && kill(pid, signal).is_ok()
 }
 
 /// It gets our environment, where Go's shim gives it the two variables only: some need a PATH.

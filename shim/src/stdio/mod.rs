@@ -343,26 +343,32 @@ impl ProcessIo {
 
     /// After the process has ended: waits until all its output is copied. False if it is not
     /// `within` this time, because a process that it left behind has a pipe, or nobody reads the
-    /// FIFO.
-    pub async fn drained(&self, within: Duration) -> bool {
+    /// FIFO. Borrows nothing while it waits.
+    pub fn drained(&self, within: Duration) -> impl Future<Output = bool> + Send + use<> {
         self.ended();
-        self.outputs.close();
-        timeout(within, self.outputs.wait()).await.is_ok()
+        let outputs = self.outputs.clone();
+        outputs.close();
+        async move { timeout(within, outputs.wait()).await.is_ok() }
     }
 
     /// Ends all copying at once, releases FIFOs and terminal, and ends a logging binary, which may
-    /// take the time that Go's shim gives it. Doing it again does nothing.
-    pub async fn close(&mut self) {
+    /// take the time that Go's shim gives it: awaited with nothing borrowed. Doing it again does
+    /// nothing.
+    pub fn close(&mut self) -> impl Future<Output = ()> + Send + use<> {
         self.ended.cancel();
         self.closed.cancel();
         self.close_stdin();
         self.child = None;
-        self.outputs.close();
-        self.inputs.close();
-        tokio::join!(self.outputs.wait(), self.inputs.wait());
         self.terminal = None;
-        if let Some(logger) = self.logger.take() {
-            logger.end(self.deadlines.end).await;
+        let (outputs, inputs) = (self.outputs.clone(), self.inputs.clone());
+        outputs.close();
+        inputs.close();
+        let logger = self.logger.take().map(|logger| logger.end(self.deadlines.end));
+        async move {
+            tokio::join!(outputs.wait(), inputs.wait());
+            if let Some(end) = logger {
+                end.await;
+            }
         }
     }
 }

@@ -118,16 +118,10 @@ fn arguments(url: &Url) -> Vec<String> {
 mod tests {
     use super::*;
 
-    fn existing(path: &str) -> Option<Place> {
-        Some(Place::Existing(path.into()))
-    }
-
-    fn file(path: &str) -> Option<Place> {
-        Some(Place::File(path.into()))
-    }
-
     #[test]
     fn places() {
+        let existing = |path: &str| Some(Place::Existing(path.into()));
+        let file = |path: &str| Some(Place::File(path.into()));
         for (stdout, stderr, first, second) in [
             ("", "", None, None),
             ("/run/%zz?a#b", "", existing("/run/%zz?a#b"), None),

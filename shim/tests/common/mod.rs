@@ -1,6 +1,7 @@
 //! What tests that start processes share. They are not among the unit tests, because a reaper
 //! takes all children of its process.
 #![allow(dead_code, reason = "each test file uses its part")]
+#![allow(clippy::unwrap_used, reason = "these are tests")]
 
 use std::collections::HashMap;
 use std::ffi::OsString;
@@ -97,6 +98,7 @@ impl Fake {
         kill(pid.expect("no process"));
     }
 
+    #[allow(clippy::zombie_processes, reason = "the reaper waits for it")]
     fn spawn(arguments: &[OsString]) -> i32 {
         // Whoever reads the test's output does not wait for it.
         let child = Command::new("sleep")
