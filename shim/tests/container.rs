@@ -201,6 +201,22 @@ fn a_failed_restore_leaves_no_process_and_can_be_deleted() {
 }
 
 #[test]
+fn the_end_of_one_that_was_never_started_is_told_before_it_is_deleted() {
+    run(async {
+        let world = World::new().await;
+        world.create_in(&world.bundle("c1", true), "").await.unwrap();
+        let deleting = world.runtime.hold("delete");
+        let (deleted, ()) = tokio::join!(world.delete("c1"), async {
+            world.runtime.called("delete").await;
+            world.runtime.end();
+            deleting.notify_one();
+        });
+        assert_eq!(deleted.unwrap(), 137);
+        assert_eq!(world.events(3).await, ["/tasks/create", "/tasks/exit c1", "/tasks/delete"]);
+    });
+}
+
+#[test]
 fn a_restore_runs_in_start_and_makes_the_same_container() {
     run(async {
         let world = World::new().await;

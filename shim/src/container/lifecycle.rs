@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::time::SystemTime;
+use std::time::{Duration, SystemTime};
 
 use containerd_shim::protos::events::task::{
     TaskDelete, TaskExit, TaskPaused, TaskResumed, TaskStart,
@@ -192,6 +192,10 @@ impl Container {
             }
             _ => Ok(()),
         };
+        if deleted.is_ok() && self.init.runs() {
+            // It was created and never started, and runc has just ended it: that is told first.
+            let _ = tokio::time::timeout(ENDING, self.init.wait()).await;
+        }
         self.init.end_io().await;
         self.shared.oom.remove(&self.id);
         let unmounted = unmount(self.fixed.rootfs.as_deref()).await;
@@ -215,6 +219,9 @@ impl Container {
         Ok(Deleted { pid, exit })
     }
 }
+
+/// How long a process that runc has killed may take to be reaped.
+const ENDING: Duration = Duration::from_secs(2);
 
 /// Sends a signal by number: there are more than have names.
 fn send(pid: Pid, signal: u32) -> Result<(), nix::errno::Errno> {
