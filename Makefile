@@ -3,12 +3,13 @@
 #   make demo              a counter in (emulated) GPU memory is checkpointed, killed and restored
 #   make test              unit tests, then end-to-end tests
 #   make e2e FILTER=word   the end-to-end tests with word in their name
+#   make bench             containerd's own shim and ours side by side, in numbers
 #   make lab               the Debian root in which demo and e2e run (needs root, as they do)
 
 SHELL := /bin/bash
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := build
-.PHONY: prerequisites build unit lab e2e demo test lint deny clean
+.PHONY: prerequisites build unit lab e2e demo bench test lint deny clean
 
 FILTER ?=
 ENTER := integration/lab/enter --
@@ -25,6 +26,7 @@ build: prerequisites
 unit: prerequisites
 	@echo "make: unit tests"
 	cargo test --locked --workspace --exclude stasis-integration
+	cargo test --locked --package stasis-integration --lib
 
 lab: prerequisites
 	@echo "make: the lab, a Debian with containerd, runc and CRIU in target/lab"
@@ -37,6 +39,12 @@ e2e: build lab
 demo: build lab
 	@echo "make: the demo"
 	$(ENTER) /stasis-target/debug/demo
+
+bench: prerequisites lab
+	@echo "make: building the release"
+	cargo build --locked --workspace --release
+	@echo "make: the benchmark"
+	$(ENTER) env STASIS_PROFILE=release /stasis-target/release/bench
 
 test: unit e2e
 

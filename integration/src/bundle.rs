@@ -30,16 +30,7 @@ pub struct Bundle<'a> {
 impl<'a> Bundle<'a> {
     /// Lays out the container's configuration and root file system in a directory.
     pub fn new(ctr: &Ctr, runtime: &'a Runtime, id: &str, directory: &Path) -> Result<Self> {
-        let rootfs = directory.join("rootfs");
-        fs::create_dir_all(&rootfs)?;
-        let info: serde_json::Value =
-            serde_json::from_str(&ctr.run(["containers", "info", id])?)?;
-        let mut spec = info["Spec"].clone();
-        spec["root"]["path"] = "rootfs".into();
-        fs::write(directory.join("config.json"), spec.to_string())?;
-        let key = info["SnapshotKey"].as_str().context("a container without a snapshot")?;
-        let mount = ctr.run(["snapshots", "mounts", &rootfs.to_string_lossy(), key])?;
-        command::succeed(Command::new("sh").arg("-c").arg(mount), LIMIT)?;
+        lay_out(ctr, id, directory)?;
         Ok(Self { runtime, directory: directory.to_owned(), id: id.to_owned(), output: None })
     }
 
@@ -76,6 +67,20 @@ impl<'a> Bundle<'a> {
         );
         Ok(Pid::from_raw(fs::read_to_string(pid_file)?.trim().parse()?))
     }
+}
+
+/// Makes a bundle of a container that containerd knows: its configuration and its root file
+/// system, mounted.
+pub fn lay_out(ctr: &Ctr, id: &str, directory: &Path) -> Result<()> {
+    let rootfs = directory.join("rootfs");
+    fs::create_dir_all(&rootfs)?;
+    let info: serde_json::Value = serde_json::from_str(&ctr.run(["containers", "info", id])?)?;
+    let mut spec = info["Spec"].clone();
+    spec["root"]["path"] = "rootfs".into();
+    fs::write(directory.join("config.json"), spec.to_string())?;
+    let key = info["SnapshotKey"].as_str().context("a container without a snapshot")?;
+    let mount = ctr.run(["snapshots", "mounts", &rootfs.to_string_lossy(), key])?;
+    command::succeed(Command::new("sh").arg("-c").arg(mount), LIMIT).map(drop)
 }
 
 impl Drop for Bundle<'_> {

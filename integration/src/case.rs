@@ -4,16 +4,20 @@ use std::cell::RefCell;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::sync::{Arc, PoisonError, RwLock};
 use std::time::Duration;
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, bail, ensure};
 use nix::unistd::Pid;
 
 use crate::bundle::Bundle;
 use crate::containerd::Containerd;
-use crate::ctr::{Ctr, Status};
+use crate::ctr::{Checkpoint, Ctr, Status};
 use crate::gpu::Gpu;
 use crate::runtime::{Runtime, Settings};
+use crate::shim::Shim;
+use crate::site::{Kind, Pool, Site};
+use crate::task::TaskClient;
 use crate::{command, image, leaks, udp, wait};
 
 /// The counter's port; every container has a network namespace of its own.
@@ -25,83 +29,107 @@ const TARGET: &str = "/stasis-target";
 /// The lab's directory that outlives it.
 const LOGS: &str = "/logs";
 
-/// What all tests share: a containerd that knows the image.
+/// What all tests share: a containerd that knows the image, and more of them for tests that need
+/// one for themselves.
 #[derive(Debug)]
 pub struct Lab {
     directory: PathBuf,
     binaries: PathBuf,
-    containerd: Containerd,
-    ctr: Ctr,
+    shared: Arc<Site>,
+    pool: Pool,
+    /// Held alone by tests that measure times.
+    quiet: RwLock<()>,
+}
+
+/// What a test runs on.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Place {
+    /// The shim of its containers.
+    pub shim: Shim,
+    /// Whether it has a containerd for itself; it has where our shim is used.
+    pub apart: bool,
+    /// Whether no other test may run beside it.
+    pub quiet: bool,
+}
+
+impl Place {
+    /// On containerd's own shim and the containerd of all tests.
+    pub const SHARED: Self = Self { shim: Shim::Go, apart: false, quiet: false };
+
+    /// On this shim, with a containerd that no other test uses at the time.
+    #[must_use]
+    pub fn apart(shim: Shim) -> Self {
+        Self { shim, apart: true, quiet: false }
+    }
+
+    /// The same, with the machine for itself.
+    #[must_use]
+    pub fn quiet(mut self) -> Self {
+        self.quiet = true;
+        self
+    }
 }
 
 impl Lab {
     /// Starts containerd and imports the image. Only works inside the lab.
     pub fn start() -> Result<Self> {
         let namespace = std::env::var("LAB_ID")
-            .context("this runs inside the lab only: make e2e, make demo")?;
+            .context("this runs inside the lab only: make e2e, make demo, make bench")?;
         let profile = std::env::var("STASIS_PROFILE").unwrap_or_else(|_| "debug".to_owned());
         let binaries = Path::new(TARGET).join(profile);
         let directory = std::env::temp_dir().join("stasis");
         fs::create_dir_all(&directory)?;
-        let containerd = Containerd::start(&directory.join("containerd"))?;
-        let ctr = Ctr::new(&containerd.socket(), &namespace);
         let workloads = [binaries.join("counter"), binaries.join("ranks")];
         let library = [binaries.join("libstasis_emulated_gpu.so")];
         let archive = image::build(&directory.join("image"), &workloads, &library)?;
-        ctr.import(&archive)?;
-        Ok(Self { directory, binaries, containerd, ctr })
+        let shared =
+            Site::start(&directory.join("shared"), Kind::Go, &binaries, &namespace, &archive)?;
+        let pool = Pool::new(&directory.join("apart"), &binaries, &namespace, &archive);
+        Ok(Self { directory, binaries, shared: Arc::new(shared), pool, quiet: RwLock::default() })
     }
 
-    /// The client that everything goes through.
-    #[must_use]
-    pub fn ctr(&self) -> &Ctr {
-        &self.ctr
+    /// A containerd that nobody else uses.
+    pub fn site(&self, kind: Kind) -> Result<Arc<Site>> {
+        self.pool.take(kind)
     }
 
-    /// The containerd behind it.
+    /// A directory on a file system that can hold images.
     #[must_use]
-    pub fn containerd(&self) -> &Containerd {
-        &self.containerd
+    pub fn directory(&self) -> &Path {
+        &self.directory
+    }
+
+    /// Where cargo put the binaries.
+    #[must_use]
+    pub fn binaries(&self) -> &Path {
+        &self.binaries
     }
 
     /// Runs one test with its own GPU, runtime and directory, and cleans up after it.
     ///
     /// What goes wrong in cleaning fails a test that went well otherwise. The logs of a failed
     /// one are kept.
-    pub fn run(&self, name: &str, test: impl FnOnce(&Case) -> Result<()>) -> Result<()> {
-        let case = Case::new(self, name)?;
+    pub fn run(
+        &self,
+        name: &str,
+        place: Place,
+        test: impl FnOnce(&Case) -> Result<()>,
+    ) -> Result<()> {
+        let (_alone, _beside) = if place.quiet {
+            (Some(self.quiet.write().unwrap_or_else(PoisonError::into_inner)), None)
+        } else {
+            (None, Some(self.quiet.read().unwrap_or_else(PoisonError::into_inner)))
+        };
+        let case = Case::new(self, name, place)?;
         let result = test(&case).and_then(|()| case.finish());
         if let Err(error) = result {
-            let kept = self.keep_logs(&case);
+            let kept = case.keep_logs();
             return Err(error.context(match kept {
                 Ok(place) => format!("logs are in {place}"),
                 Err(error) => format!("no logs could be kept: {error:#}"),
             }));
         }
         Ok(())
-    }
-
-    /// Copies what explains a failure to where it outlives the lab; gives the place as the host
-    /// names it.
-    fn keep_logs(&self, case: &Case) -> Result<String> {
-        let folder = Path::new(&self.ctr.namespace()).join(&case.name);
-        let kept = Path::new(LOGS).join(&folder);
-        copy_logs(&case.directory, &kept.join("test"))?;
-        for id in case.containers.borrow().iter() {
-            for place in ["root", "state"] {
-                let task = self
-                    .containerd
-                    .log()
-                    .with_file_name(place)
-                    .join("io.containerd.runtime.v2.task")
-                    .join(self.ctr.namespace())
-                    .join(id);
-                copy_logs(&task, &kept.join(place).join(id))?;
-            }
-        }
-        fs::copy(self.containerd.log(), kept.join("containerd.log"))?;
-        let host = std::env::var("LAB_LOGS").unwrap_or_else(|_| LOGS.to_owned());
-        Ok(Path::new(&host).join(folder).display().to_string())
     }
 }
 
@@ -167,6 +195,18 @@ impl Container {
     }
 }
 
+/// Log lines without the moment at which they were written.
+fn without_times(text: &str) -> String {
+    const TIME: &str = "time=\"";
+    let mut result = String::new();
+    let mut rest = text;
+    while let Some((before, after)) = rest.split_once(TIME) {
+        result.push_str(before);
+        rest = after.split_once("\" ").map_or("", |(_, after)| after);
+    }
+    result + rest
+}
+
 /// The fixture of one test.
 #[derive(Debug)]
 pub struct Case<'a> {
@@ -174,6 +214,8 @@ pub struct Case<'a> {
     name: String,
     directory: PathBuf,
     lab: &'a Lab,
+    place: Place,
+    site: Arc<Site>,
     /// Its GPU.
     pub gpu: Gpu,
     /// Its runtime.
@@ -182,7 +224,7 @@ pub struct Case<'a> {
 }
 
 impl<'a> Case<'a> {
-    fn new(lab: &'a Lab, name: &str) -> Result<Self> {
+    fn new(lab: &'a Lab, name: &str, place: Place) -> Result<Self> {
         let name = name.replace("::", "-");
         let directory = lab.directory.join(&name);
         fs::create_dir_all(&directory)?;
@@ -190,13 +232,39 @@ impl<'a> Case<'a> {
         let gpu = Gpu::new(&directory.join("gpu"), &library)?;
         let runtime =
             Runtime::new(&directory.join("runtime"), &lab.binaries, &gpu, &Settings::default())?;
-        Ok(Self { name, directory, lab, gpu, runtime, containers: RefCell::default() })
+        let site = match (place.shim, place.apart) {
+            (Shim::Go, false) => lab.shared.clone(),
+            (Shim::Go, true) => lab.pool.take(Kind::Go)?,
+            (Shim::Stasis | Shim::StasisAsV2, _) => lab.pool.take(Kind::Ours)?,
+        };
+        let containers = RefCell::default();
+        let case = Self { name, directory, lab, place, site, gpu, runtime, containers };
+        if !case.is_shared() {
+            case.site.serve(&case.directory)?;
+        }
+        Ok(case)
+    }
+
+    fn is_shared(&self) -> bool {
+        Arc::ptr_eq(&self.site, &self.lab.shared)
+    }
+
+    /// The shim of its containers.
+    #[must_use]
+    pub fn shim(&self) -> Shim {
+        self.place.shim
     }
 
     /// `ctr` for this test's containers.
     #[must_use]
-    pub fn ctr(&self) -> &'a Ctr {
-        &self.lab.ctr
+    pub fn ctr(&self) -> &Ctr {
+        self.site.ctr()
+    }
+
+    /// The containerd behind it.
+    #[must_use]
+    pub fn containerd(&self) -> &Containerd {
+        self.site.containerd()
     }
 
     /// A path in the test's own directory, on a file system that can hold images.
@@ -216,20 +284,40 @@ impl<'a> Case<'a> {
         self.runtime.set(&self.gpu, settings)
     }
 
-    /// Starts a container in the background; gives its id.
-    pub fn start(&self, container: &Container) -> Result<String> {
-        let id = format!("{}-{}", self.name, self.containers.borrow().len() + 1);
-        self.containers.borrow_mut().push(id.clone());
-        let wrapper = self.runtime.wrapper().display().to_string();
-        let mut arguments = vec!["run".to_owned(), "--detach".to_owned()];
-        arguments.extend(["--runc-binary".to_owned(), wrapper]);
+    /// A new container's id; what has this id is cleaned up.
+    pub fn new_id(&self) -> String {
+        let mut containers = self.containers.borrow_mut();
+        let id = format!("{}-{}", self.name, containers.len() + 1);
+        containers.push(id.clone());
+        id
+    }
+
+    /// Arguments of `ctr run` that choose the shim and the runtime of this test.
+    #[must_use]
+    pub fn runtime_arguments(&self) -> Vec<String> {
+        let shim = self.shim();
+        shim.arguments(&self.runtime.program(shim), &self.runtime.config())
+    }
+
+    /// The arguments of `ctr` that run a container, with these flags before the image.
+    #[must_use]
+    pub fn run_arguments(&self, id: &str, flags: &[&str], container: &Container) -> Vec<String> {
+        let mut arguments = vec!["run".to_owned()];
+        arguments.extend(flags.iter().map(|&flag| flag.to_owned()));
+        arguments.extend(self.runtime_arguments());
         if container.gpu {
             arguments.extend(self.gpu.arguments());
         }
         arguments.extend(container.options.iter().cloned());
-        arguments.extend([image::NAME.to_owned(), id.clone()]);
+        arguments.extend([image::NAME.to_owned(), id.to_owned()]);
         arguments.extend(container.program.iter().cloned());
-        self.ctr().run(arguments)?;
+        arguments
+    }
+
+    /// Starts a container in the background; gives its id.
+    pub fn start(&self, container: &Container) -> Result<String> {
+        let id = self.new_id();
+        self.ctr().run(self.run_arguments(&id, &["--detach"], container))?;
         Ok(id)
     }
 
@@ -238,6 +326,34 @@ impl<'a> Case<'a> {
         let id = self.start(&Container::counter(options))?;
         self.ask(&id)?;
         Ok(id)
+    }
+
+    /// A text without what differs from shim to shim and from run to run: names of containers,
+    /// paths, and numbers of more than two digits.
+    #[must_use]
+    pub fn normal(&self, text: &str) -> String {
+        let mut text = without_times(text);
+        for id in self.containers.borrow().iter().rev() {
+            text = text.replace(id, "ID");
+        }
+        let program = self.runtime.program(self.shim());
+        for (path, word) in [
+            (program, "RUNC"),
+            (self.directory.clone(), "TEST"),
+            (self.site.directory().to_owned(), "SITE"),
+            (PathBuf::from(self.ctr().namespace()), "NAMESPACE"),
+        ] {
+            text = text.replace(&*path.to_string_lossy(), word);
+        }
+        let mut result = String::new();
+        let mut rest = text.as_str();
+        while let Some(at) = rest.find(|c: char| c.is_ascii_digit()) {
+            let digits = rest[at..].find(|c: char| !c.is_ascii_digit()).unwrap_or(rest.len() - at);
+            result.push_str(&rest[..at]);
+            result.push_str(if digits > 2 { "#" } else { &rest[at..at + digits] });
+            rest = &rest[at + digits..];
+        }
+        result + rest
     }
 
     /// The init process of a container's task.
@@ -276,6 +392,53 @@ impl<'a> Case<'a> {
     pub fn read(&self, id: &str, file: &str) -> Result<String> {
         let path = format!("/proc/{}/root{file}", self.pid(id)?);
         fs::read_to_string(&path).with_context(|| path)
+    }
+
+    /// A client of the task's shim.
+    pub fn task(&self, id: &str) -> Result<TaskClient> {
+        let namespace = self.ctr().namespace();
+        TaskClient::connect(&self.containerd().bundle(namespace, id), namespace)
+    }
+
+    /// `ctr tasks checkpoint`.
+    ///
+    /// ctr keeps all flags to itself unless the runtime is called `io.containerd.runc.v2`. For
+    /// another name they go to the shim as containerd's client would send them.
+    pub fn checkpoint(&self, id: &str, options: &Checkpoint) -> Result<()> {
+        let plain = options.image.is_none() && options.work.is_none() && !options.exit;
+        if self.shim() != Shim::Stasis || plain {
+            return self.ctr().checkpoint(id, options);
+        }
+        let shim = self.task(id)?;
+        let paused = self.ctr().status(id)? == Status::Paused;
+        if !paused {
+            shim.pause(id)?;
+        }
+        let image = options.image.clone().unwrap_or_else(|| self.path("image-for-the-store"));
+        let result = shim.checkpoint(id, &image, options.work.as_deref(), options.exit);
+        if !paused {
+            // A task that ended is not there to be resumed, and ctr minds as little.
+            let _ = shim.resume(id);
+        }
+        Ok(result.map(drop)?)
+    }
+
+    /// `ctr tasks checkpoint` that has to fail; gives the error.
+    pub fn checkpoint_fails(&self, id: &str, options: &Checkpoint) -> Result<String> {
+        match self.checkpoint(id, options) {
+            Ok(()) => bail!("a checkpoint of {id} should have failed"),
+            Err(error) => Ok(format!("{error:#}")),
+        }
+    }
+
+    /// By which the processes of this test's engine are known: a part of their environment.
+    #[must_use]
+    pub fn engine_environment(&self) -> String {
+        let config = match self.shim() {
+            Shim::Go => self.runtime.config(),
+            Shim::Stasis | Shim::StasisAsV2 => self.site.case_link().join("runtime/config.toml"),
+        };
+        format!("STASIS_CONFIG={}", config.display())
     }
 
     /// Kills a task and takes it away; the container stays.
@@ -332,10 +495,36 @@ impl<'a> Case<'a> {
         Ok((bundle, pid))
     }
 
+    /// Copies what explains a failure to where it outlives the lab; gives the place as the host
+    /// names it.
+    fn keep_logs(&self) -> Result<String> {
+        let (ctr, containerd) = (self.ctr(), self.containerd());
+        let folder = Path::new(ctr.namespace()).join(&self.name);
+        let kept = Path::new(LOGS).join(&folder);
+        copy_logs(&self.directory, &kept.join("test"))?;
+        for id in self.containers.borrow().iter() {
+            for place in ["root", "state"] {
+                let task = containerd
+                    .log()
+                    .with_file_name(place)
+                    .join("io.containerd.runtime.v2.task")
+                    .join(ctr.namespace())
+                    .join(id);
+                copy_logs(&task, &kept.join(place).join(id))?;
+            }
+        }
+        fs::copy(containerd.log(), kept.join("containerd.log"))?;
+        let host = std::env::var("LAB_LOGS").unwrap_or_else(|_| LOGS.to_owned());
+        Ok(Path::new(&host).join(folder).display().to_string())
+    }
+
     /// Takes all containers away and checks that nothing is left of the test.
     fn finish(&self) -> Result<()> {
         for id in self.containers.borrow().iter() {
             self.remove(id)?;
+        }
+        if !self.is_shared() {
+            self.site.expect_no_shims()?;
         }
         leaks::directory(&self.directory, &self.runtime.state())
     }
@@ -345,6 +534,10 @@ impl Drop for Case<'_> {
     fn drop(&mut self) {
         for id in self.containers.borrow().iter() {
             let _ = self.remove(id);
+        }
+        // One with remains of this test would spoil the next one's.
+        if !self.is_shared() && self.site.expect_no_shims().is_ok() {
+            self.lab.pool.give(self.site.clone());
         }
         let mut remove = Command::new("rm");
         remove.args(["--recursive", "--force", "--one-file-system"]).arg(&self.directory);

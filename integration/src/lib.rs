@@ -5,14 +5,20 @@
 //! [`case::Case`] is the fixture of one test.
 
 pub mod bundle;
+pub mod by_hand;
 pub mod case;
 pub mod command;
 pub mod containerd;
 pub mod ctr;
+pub mod events;
 pub mod gpu;
 pub mod image;
 pub mod leaks;
 pub mod processes;
 pub mod runtime;
+pub mod seen;
+pub mod shim;
+pub mod site;
+pub mod task;
 pub mod udp;
 pub mod wait;

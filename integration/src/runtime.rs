@@ -1,6 +1,7 @@
 //! The OCI runtime of one test: a script for `ctr run --runc-binary`, the
 //! configuration behind it, and a look at how the real runc is called in the end.
 
+use std::cell::Cell;
 use std::fmt::Write as _;
 use std::fs::{self, Permissions};
 use std::os::unix::fs::PermissionsExt;
@@ -10,6 +11,7 @@ use std::process::Command;
 use anyhow::{Context, Result};
 
 use crate::gpu::Gpu;
+use crate::shim::Shim;
 
 /// The real one.
 const RUNC: &str = "/usr/sbin/runc";
@@ -75,18 +77,21 @@ impl Settings {
 pub struct Runtime {
     directory: PathBuf,
     binaries: PathBuf,
+    engine: Cell<Engine>,
 }
 
 impl Runtime {
     /// One that lies in a directory of the test; `binaries` is where cargo put stasis-runc.
     pub fn new(directory: &Path, binaries: &Path, gpu: &Gpu, settings: &Settings) -> Result<Self> {
-        let runtime = Self { directory: directory.to_owned(), binaries: binaries.to_owned() };
+        let (directory, binaries) = (directory.to_owned(), binaries.to_owned());
+        let runtime = Self { directory, binaries, engine: Cell::new(settings.engine) };
         runtime.set(gpu, settings)?;
         Ok(runtime)
     }
 
     /// Writes the scripts and the configuration.
     pub fn set(&self, gpu: &Gpu, settings: &Settings) -> Result<()> {
+        self.engine.set(settings.engine);
         fs::create_dir_all(&self.directory)?;
         let shown = self.directory.display();
         let binary = self.binaries.join("stasis-runc");
@@ -103,7 +108,7 @@ impl Runtime {
             Engine::Stasis => binary,
         };
 
-        fs::write(self.config(), self.toml(settings))?;
+        fs::write(self.config(), self.toml(gpu, settings))?;
         script(
             &self.wrapper(),
             &format!(
@@ -117,13 +122,14 @@ impl Runtime {
         script(
             &self.inner(),
             &format!(
-                "line=$*\nprintf '%s\\n' \"$line\" >>{shown}/runc-arguments\n{}\nexec {RUNC} \"$@\"\n",
+                "line=$*\nprintf '%s\\n' \"$line\" >>{shown}/runc-arguments\n{path}{}\nexec {RUNC} \"$@\"\n",
                 settings.before_runc
             ),
         )
     }
 
-    fn toml(&self, settings: &Settings) -> String {
+    fn toml(&self, gpu: &Gpu, settings: &Settings) -> String {
+        let libcuda = settings.libcuda.as_deref().unwrap_or(gpu.library());
         let shown = self.directory.display();
         let text = |value: &str| format!("\"{value}\"");
         let mut keys = vec![
@@ -131,6 +137,9 @@ impl Runtime {
             ("state", "directory", text(&format!("{shown}/state"))),
             ("log", "directory", text(&format!("{shown}/log"))),
             ("log", "level", text("debug")),
+            // Where there is no wrapper to say it in the environment.
+            ("cuda", "libcuda", text(&libcuda.to_string_lossy())),
+            ("cuda", "libnvml", text(&gpu.library().to_string_lossy())),
             ("cuda", "init-timeout", text("20s")),
             ("cuda", "lock-timeout", text("20s")),
             ("cuda", "checkpoint-timeout", text("30s")),
@@ -164,7 +173,18 @@ impl Runtime {
         self.directory.join("inner-runc")
     }
 
-    fn config(&self) -> PathBuf {
+    /// What a shim is to take for runc: ours has the engine in itself.
+    #[must_use]
+    pub fn program(&self, shim: Shim) -> PathBuf {
+        match (shim, self.engine.get()) {
+            (Shim::Go, Engine::Stasis) => self.wrapper(),
+            (Shim::Go, Engine::Stock) | (Shim::Stasis | Shim::StasisAsV2, _) => self.inner(),
+        }
+    }
+
+    /// The configuration of Stasis.
+    #[must_use]
+    pub fn config(&self) -> PathBuf {
         self.directory.join("config.toml")
     }
 

@@ -149,6 +149,7 @@ impl Container {
         let state = match process.pid() {
             _ if process.exit().is_some() => State::Stopped,
             0 => State::Created,
+            _ if self.inner().state == State::Paused => State::Paused,
             _ => State::Running,
         };
         Ok(of(&process, state))
@@ -196,18 +197,18 @@ impl Container {
     }
 
     fn allow(&self, inner: &Inner, action: Action) -> Result<(), TaskError> {
-        inner
-            .state
-            .allow(action)
-            .map_err(|refused| TaskError::State { container: self.id.clone(), refused })?;
-        match inner.under_way {
-            Some((under_way, since)) if action != Action::Delete => Err(TaskError::Busy {
+        // First, since the state may be another one when that has ended.
+        if let Some((under_way, since)) = inner.under_way
+            && action != Action::Delete
+        {
+            return Err(TaskError::Busy {
                 container: self.id.clone(),
                 under_way: under_way.verb(),
                 seconds: since.elapsed().as_secs(),
-            }),
-            _ => Ok(()),
+            });
         }
+        let refused = |refused| TaskError::State { container: self.id.clone(), refused };
+        inner.state.allow(action).map_err(refused)
     }
 
     /// Begins one of the operations that exclude each other. It lasts until the result is dropped.

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
 use nix::unistd::Pid;
-use stasis_integration::case::{Case, Lab, PORT};
+use stasis_integration::case::{Case, Lab, PORT, Place};
 use stasis_integration::ctr::Status;
 use stasis_integration::{command, image, udp};
 
@@ -34,7 +34,7 @@ fn demo() -> Result<()> {
     let mut clock = Clock(Instant::now());
     let lab = Lab::start()?;
     clock.lap("containerd is up and knows the image");
-    lab.run("demo", |case| {
+    lab.run("demo", Place::SHARED, |case| {
         let result = show(case, &mut clock);
         // The container has a name of its own here, which the fixture does not know.
         let cleaned = case.remove(ID);

@@ -117,8 +117,13 @@ pub struct ProcessIo {
 
 #[derive(Debug)]
 enum Child {
-    /// The container's ends, or nothing for /dev/null.
-    Pipes([Option<OwnedFd>; 3]),
+    /// The container's ends, or nothing for /dev/null; and what will be copied. What the runtime
+    /// itself says when it fails is not the container's output, so copying begins after it.
+    Pipes {
+        ends: [Option<OwnedFd>; 3],
+        input: Option<(Polled, Polled)>,
+        outputs: Vec<(&'static str, Polled, Sink)>,
+    },
     /// What will be connected to the terminal.
     Terminal { socket: ConsoleSocket, stdin: Option<Polled>, sink: Sink },
 }
@@ -151,9 +156,44 @@ impl Output {
     }
 }
 
+impl Child {
+    fn pipes(
+        stdin: Option<Polled>,
+        outputs: [(&'static str, Output); 2],
+        owner: Owner,
+    ) -> Result<Self, StdioError> {
+        let mut ends = [None, None, None];
+        let mut input = None;
+        if let Some(from) = stdin {
+            let (theirs, ours) = pipe().map_err(StdioError::failed("make a pipe"))?;
+            owner.give("stdin", &theirs)?;
+            let to = Polled::writer(ours).map_err(StdioError::failed("use a pipe"))?;
+            input = Some((from, to));
+            ends[0] = Some(theirs.into());
+        }
+        let mut copied = Vec::new();
+        for ((stream, output), end) in outputs.into_iter().zip(&mut ends[1..]) {
+            let sink = match output {
+                Output::Nowhere => continue,
+                Output::Logger(pipe) => {
+                    *end = Some(pipe);
+                    continue;
+                }
+                Output::Place(sink) => sink,
+            };
+            let (ours, theirs) = pipe().map_err(StdioError::failed("make a pipe"))?;
+            owner.give(stream, &theirs)?;
+            let from = Polled::reader(ours).map_err(StdioError::failed("use a pipe"))?;
+            copied.push((stream, from, sink));
+            *end = Some(theirs.into());
+        }
+        Ok(Self::Pipes { ends, input, outputs: copied })
+    }
+}
+
 impl ProcessIo {
     /// All that can fail before the runtime is called: FIFOs, pipes, the console socket, a file,
-    /// a logging binary, which is ready then. Copying from and to pipes has begun.
+    /// a logging binary, which is ready then.
     pub async fn open(
         request: &Request,
         container: &str,
@@ -206,11 +246,7 @@ impl ProcessIo {
         };
         opened.child = Some(match socket {
             Some(socket) => Child::Terminal { socket, stdin, sink: stdout.into_sink()? },
-            None => Child::Pipes([
-                stdin.map(|from| opened.pipe_in(from, owner)).transpose()?,
-                opened.pipe_out("stdout", stdout, owner)?,
-                opened.pipe_out("stderr", stderr, owner)?,
-            ]),
+            None => Child::pipes(stdin, [("stdout", stdout), ("stderr", stderr)], owner)?,
         });
         Ok(opened)
     }
@@ -223,34 +259,6 @@ impl ProcessIo {
         let (from, hold) = open_input(Path::new(path))?;
         self.stdin = Mutex::new(Some(hold));
         Ok(Some(from))
-    }
-
-    /// Returns the container's end.
-    fn pipe_in(&self, from: Polled, owner: Owner) -> Result<OwnedFd, StdioError> {
-        let (theirs, ours) = pipe().map_err(StdioError::failed("make a pipe"))?;
-        owner.give("stdin", &theirs)?;
-        let to = Polled::writer(ours).map_err(StdioError::failed("use a pipe"))?;
-        self.copy(&self.inputs, "stdin", pump::splice_all(from, to));
-        Ok(theirs.into())
-    }
-
-    /// Returns the container's end, or nothing for /dev/null.
-    fn pipe_out(
-        &self,
-        stream: &'static str,
-        output: Output,
-        owner: Owner,
-    ) -> Result<Option<OwnedFd>, StdioError> {
-        let sink = match output {
-            Output::Nowhere => return Ok(None),
-            Output::Logger(pipe) => return Ok(Some(pipe)),
-            Output::Place(sink) => sink,
-        };
-        let (ours, theirs) = pipe().map_err(StdioError::failed("make a pipe"))?;
-        owner.give(stream, &theirs)?;
-        let from = Polled::reader(ours).map_err(StdioError::failed("use a pipe"))?;
-        self.copy(&self.outputs, stream, pump::copy_output(from, sink));
-        Ok(Some(theirs.into()))
     }
 
     fn copy(
@@ -279,7 +287,7 @@ impl ProcessIo {
                 socket.forget();
                 Ok([Stdio::null(), Stdio::null(), Stdio::null()])
             }
-            Some(Child::Pipes(ends)) => {
+            Some(Child::Pipes { ends, .. }) => {
                 let mut taken = [Stdio::null(), Stdio::null(), Stdio::null()];
                 for (stdio, end) in taken.iter_mut().zip(ends) {
                     if let Some(end) = end {
@@ -300,25 +308,36 @@ impl ProcessIo {
         }
     }
 
-    /// After the runtime has made the process: receives its terminal and begins copying, or lets go
-    /// of the container's ends of the pipes, so that their end is seen.
+    /// After the runtime has made the process: receives its terminal, or lets go of the container's
+    /// ends of the pipes, so that their end is seen; and begins copying.
     pub async fn started(&mut self) -> Result<(), StdioError> {
         if let Some(Child::Terminal { socket, .. }) = &mut self.child {
             let master = socket.receive(self.deadlines.terminal).await?;
             self.terminal = Some(master);
         }
-        let Some(child) = self.child.take() else { return Err(StdioError::Started) };
-        if let (Child::Terminal { stdin, sink, .. }, Some(master)) = (child, &self.terminal) {
-            let failed = || StdioError::failed("use a terminal");
-            let reader = Polled::reader(duplicate(master)?).map_err(failed())?;
-            let output = console::copy_output(reader, sink, self.ended.clone());
-            self.copy(&self.outputs, "terminal", output);
-            if let Some(from) = stdin {
-                let writer = Polled::writer(duplicate(master)?).map_err(failed())?;
-                self.copy(&self.inputs, "terminal", console::copy_input(from, writer));
+        match (self.child.take(), &self.terminal) {
+            (Some(Child::Pipes { input, outputs, .. }), _) => {
+                if let Some((from, to)) = input {
+                    self.copy(&self.inputs, "stdin", pump::splice_all(from, to));
+                }
+                for (stream, from, sink) in outputs {
+                    self.copy(&self.outputs, stream, pump::copy_output(from, sink));
+                }
+                Ok(())
             }
+            (Some(Child::Terminal { stdin, sink, .. }), Some(master)) => {
+                let failed = || StdioError::failed("use a terminal");
+                let reader = Polled::reader(duplicate(master)?).map_err(failed())?;
+                let output = console::copy_output(reader, sink, self.ended.clone());
+                self.copy(&self.outputs, "terminal", output);
+                if let Some(from) = stdin {
+                    let writer = Polled::writer(duplicate(master)?).map_err(failed())?;
+                    self.copy(&self.inputs, "terminal", console::copy_input(from, writer));
+                }
+                Ok(())
+            }
+            (None | Some(Child::Terminal { .. }), _) => Err(StdioError::Started),
         }
-        Ok(())
     }
 
     /// `CloseIO`: stdin ends when the clients that still have the FIFO open have closed it, after

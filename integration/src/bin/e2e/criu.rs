@@ -48,10 +48,10 @@ fn ghost_limit(case: &Case, gpu: bool) -> Result<()> {
     if gpu {
         case.expect(&id, 101)?;
     }
-    case.ctr().checkpoint_fails(&id, &checkpoint(case))?;
+    case.checkpoint_fails(&id, &checkpoint(case))?;
     case.expect_status(&id, Status::Running)?;
     case.set(&Settings::default().with("criu", "ghost-limit", "\"8MiB\""))?;
-    case.ctr().checkpoint(&id, &checkpoint(case))?;
+    case.checkpoint(&id, &checkpoint(case))?;
     case.expect_status(&id, Status::Running)?;
     if gpu { case.expect(&id, 102) } else { Ok(()) }
 }
@@ -61,10 +61,10 @@ fn link_remap(case: &Case) -> Result<()> {
     let script = "echo x >/data/a; exec 3<>/data/a; ln /data/a /data/b; rm /data/a; exec counter";
     let id = case.start(&Container::new(["/bin/sh", "-c", script]))?;
     case.expect(&id, 101)?;
-    case.ctr().checkpoint_fails(&id, &checkpoint(case))?;
+    case.checkpoint_fails(&id, &checkpoint(case))?;
     case.expect(&id, 102)?;
     case.set(&Settings::default().with("criu", "link-remap", "true"))?;
-    case.ctr().checkpoint(&id, &checkpoint(case))?;
+    case.checkpoint(&id, &checkpoint(case))?;
     case.expect(&id, 103)
 }
 
@@ -72,7 +72,7 @@ fn link_remap(case: &Case) -> Result<()> {
 fn words(case: &Case) -> Result<()> {
     let id = failures::start(case)?;
     case.gpu.faults(&["checkpoint lie"])?;
-    let error = case.ctr().checkpoint_fails(&id, &Checkpoint::default())?;
+    let error = case.checkpoint_fails(&id, &Checkpoint::default())?;
     for word in [id.as_str(), "criu-dump", "Can't dump file", "10:229", "paused as before"] {
         ensure!(error.contains(word), "the error does not say {word:?}: {error}");
     }

@@ -105,7 +105,7 @@ pub(crate) fn refused(case: &Case, id: &str, way: Way, image: &Path) -> Result<S
         Way::Direct => command::fail(&mut case.direct_checkpoint(id, image), LIMIT)?,
         Way::Client | Way::Paused => {
             let (image, work) = (Some(image.to_owned()), Some(case.path("work")));
-            case.ctr().checkpoint_fails(id, &Checkpoint { image, work, exit: false })?
+            case.checkpoint_fails(id, &Checkpoint { image, work, exit: false })?
         }
     };
     ensure!(!image.join("stasis.json").exists(), "a failed checkpoint left a manifest");
@@ -224,7 +224,7 @@ fn comes_back_late(case: &Case, fault: &str) -> Result<()> {
     let id = start(case)?;
     case.gpu.faults(&[fault])?;
     let image = Some(case.path("image"));
-    case.ctr().checkpoint(&id, &Checkpoint { image, ..Checkpoint::default() })?;
+    case.checkpoint(&id, &Checkpoint { image, ..Checkpoint::default() })?;
     goes_on(case, &id)?;
     works_again(case, &id)
 }
@@ -236,7 +236,7 @@ fn never_comes_back(case: &Case, fault: &str) -> Result<()> {
     case.ctr().pause(&id)?;
     let image = case.path("image");
     let to_image = Checkpoint { image: Some(image.clone()), ..Checkpoint::default() };
-    case.ctr().checkpoint(&id, &to_image)?;
+    case.checkpoint(&id, &to_image)?;
     case.gpu.faults(&[fault])?;
     let error = case.ctr().fail(["tasks", "resume", &id])?;
     ensure!(error.contains("image"), "the error does not name the image: {error}");

@@ -35,7 +35,7 @@ fn images(case: &Case) -> Result<()> {
     let id = case.start_counter(&[])?;
     let image = case.path("image");
     let exit = Checkpoint { image: Some(image.clone()), exit: true, ..Checkpoint::default() };
-    case.ctr().checkpoint(&id, &exit)?;
+    case.checkpoint(&id, &exit)?;
     case.end_task(&id)?;
     let manifest = image.join("stasis.json");
     let good = fs::read_to_string(&manifest)?;

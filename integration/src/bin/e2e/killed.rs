@@ -19,6 +19,9 @@ const LIMIT: Duration = Duration::from_secs(30);
 /// From the moment at which a process is seen to the one at which it does what it is for.
 const UNDER_WAY: Duration = Duration::from_millis(300);
 
+/// The binaries that have the engine in them.
+const ENGINES: [&str; 2] = ["stasis-runc", "containerd-shim-runc-stasis"];
+
 /// When the runtime is killed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Moment {
@@ -64,9 +67,7 @@ struct Striker {
 
 impl Striker {
     fn new(case: &Case, argument: &'static str) -> Self {
-        let config = case.runtime.wrapper().with_file_name("config.toml");
-        let environment = format!("STASIS_CONFIG={}", config.display());
-        Self { environment, argument, ready: None }
+        Self { environment: case.engine_environment(), argument, ready: None }
     }
 
     fn targets(&self) -> Vec<Pid> {
@@ -74,7 +75,7 @@ impl Striker {
         processes::with_environment(&self.environment)
             .into_iter()
             .filter(|pid| with_argument.contains(pid))
-            .filter(|&pid| processes::runs(pid, "stasis-runc"))
+            .filter(|&pid| ENGINES.iter().any(|engine| processes::runs(pid, engine)))
             .collect()
     }
 

@@ -13,6 +13,7 @@ mod order;
 mod plain;
 mod ranks;
 mod run;
+mod shim_lifecycle;
 mod tasks;
 mod tcp;
 
@@ -21,7 +22,10 @@ use std::sync::Arc;
 
 use anyhow::Result;
 use libtest_mimic::{Arguments, Failed, Trial};
-use stasis_integration::case::{Case, Lab};
+use stasis_integration::case::{Case, Lab, Place};
+use stasis_integration::shim::Shim;
+
+use crate::shim_lifecycle::Table;
 
 /// How many containers at once suit a machine of two cores, on which the deadlines were chosen.
 const PARALLEL: usize = 2;
@@ -43,10 +47,12 @@ impl Test {
     }
 }
 
-fn main() -> Result<ExitCode> {
-    let mut arguments = Arguments::from_args();
-    arguments.test_threads.get_or_insert(PARALLEL);
-    let modules = [
+/// What is run under a full name, in whatever place it wants.
+type Run = Box<dyn FnOnce(&Lab, &str) -> Result<()> + Send>;
+
+/// The tests of the main job, with containerd's own shim and `stasis-runc` under it.
+fn modules() -> Vec<(&'static str, Vec<Test>)> {
+    vec![
         ("run", run::tests()),
         ("exec", exec::tests()),
         ("plain", plain::tests()),
@@ -59,24 +65,72 @@ fn main() -> Result<ExitCode> {
         ("order", order::tests()),
         ("failures", failures::tests()),
         ("killed", killed::tests()),
-    ];
-    // Only a list needs no lab.
-    let lab = if arguments.list { None } else { Some(Arc::new(Lab::start()?)) };
-    let mut trials = Vec::new();
-    for (module, tests) in modules {
-        for Test { name, body } in tests {
-            let name = format!("{module}::{name}");
-            let (lab, id) = (lab.clone(), name.clone());
-            trials.push(Trial::test(name, move || {
-                let lab = lab.ok_or("a list runs nothing")?;
-                lab.run(&id, body).map_err(|error| Failed::from(chain(&error)))
-            }));
+    ]
+}
+
+/// Those of them that our shim is put through, too: what a client of containerd asks for, and not
+/// what the engine, which is the same, does about it.
+fn is_for_shims(module: &str, test: &str) -> bool {
+    match module {
+        "run" | "exec" | "tasks" | "containers" | "order" => true,
+        "plain" => matches!(test, "stasis" | "failed_dump"),
+        "ranks" => matches!(test, "go_on_when_allowed" | "refused_without_annotation"),
+        "failures" => {
+            test.starts_with("checkpoint_error")
+                || test.starts_with("runc_")
+                || test.starts_with("restore_crash")
+                || test.starts_with("restore_error_for_ever")
+        }
+        "killed" => test.starts_with("helper_in_checkpoint") && !test.ends_with("direct"),
+        _ => false,
+    }
+}
+
+fn all() -> Vec<(String, Run)> {
+    fn add(list: &mut Vec<(String, Run)>, prefix: &str, place: Place, test: Test) {
+        let Test { name, body } = test;
+        let name = format!("{prefix}::{name}");
+        list.push((name, Box::new(move |lab, name| lab.run(name, place, body))));
+    }
+    let mut all = Vec::new();
+    for (module, tests) in modules() {
+        for test in tests {
+            add(&mut all, module, Place::SHARED, test);
         }
     }
+    for shim in Shim::OURS {
+        for (module, tests) in modules() {
+            let prefix = format!("shim_{}_{module}", shim.word());
+            for test in tests.into_iter().filter(|test| is_for_shims(module, &test.name)) {
+                add(&mut all, &prefix, Place::apart(shim), test);
+            }
+        }
+    }
+    all
+}
+
+fn main() -> Result<ExitCode> {
+    let mut arguments = Arguments::from_args();
+    arguments.test_threads.get_or_insert(PARALLEL);
+    // Only a list needs no lab.
+    let lab = if arguments.list { None } else { Some(Arc::new(Lab::start()?)) };
+    let table = Arc::new(Table::default());
+    let trials = all()
+        .into_iter()
+        .chain(shim_lifecycle::tests(&table))
+        .map(|(name, run)| {
+            let (lab, id) = (lab.clone(), name.clone());
+            Trial::test(name, move || {
+                let lab = lab.ok_or("a list runs nothing")?;
+                run(&lab, &id).map_err(|error| Failed::from(chain(&error)))
+            })
+        })
+        .collect();
     let conclusion = libtest_mimic::run(&arguments, trials);
     // Ends containerd before the last line.
     drop(lab);
     if !arguments.list {
+        print!("{table}");
         let skipped = match conclusion.num_ignored {
             0 => String::new(),
             skipped => format!(", {skipped} skipped"),

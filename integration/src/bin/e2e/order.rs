@@ -31,7 +31,7 @@ fn to(image: &Path) -> Checkpoint {
 fn restore_over(case: &Case) -> Result<()> {
     let id = start(case)?;
     let image = case.path("image");
-    case.ctr().checkpoint(&id, &to(&image))?;
+    case.checkpoint(&id, &to(&image))?;
     let mut command = case.runtime.command();
     command.arg("--root").arg(case.root()).arg("restore").arg("--image-path").arg(&image);
     command.arg("--work-path").arg(case.path("work")).args(["--detach", &id]);
@@ -46,7 +46,7 @@ fn twice_paused(case: &Case) -> Result<()> {
     let before = case.read(&id, LOG)?;
     let images = [case.path("first"), case.path("second")];
     for image in &images {
-        case.ctr().checkpoint(&id, &to(image))?;
+        case.checkpoint(&id, &to(image))?;
         case.expect_status(&id, Status::Paused)?;
         ensure!(image.join("stasis.json").exists(), "no manifest in {}", image.display());
     }
@@ -61,7 +61,7 @@ fn paused_then_kill(case: &Case) -> Result<()> {
     let id = case.start_counter(&[])?;
     case.ctr().pause(&id)?;
     let image = case.path("image");
-    case.ctr().checkpoint(&id, &to(&image))?;
+    case.checkpoint(&id, &to(&image))?;
     case.end_task(&id)?;
     let (_bundle, pid) = case.restore_from(&id, &image)?;
     let answer = udp::ask(pid, PORT)?;
@@ -72,7 +72,7 @@ fn paused_then_kill(case: &Case) -> Result<()> {
 fn other_root(case: &Case) -> Result<()> {
     let id = start(case)?;
     case.ctr().pause(&id)?;
-    case.ctr().checkpoint(&id, &to(&case.path("image")))?;
+    case.checkpoint(&id, &to(&case.path("image")))?;
     let mut command = case.runtime.command();
     command.arg("--root").arg(case.root().join("..").join(case.ctr().namespace()).join(""));
     command.args(["resume", &id]);
@@ -97,7 +97,7 @@ fn loaded_only(case: &Case) -> Result<()> {
         Ok(maps.contains("libcuda.so.1").then_some(()))
     })?;
     let image = case.path("image");
-    case.ctr().checkpoint(&id, &to(&image))?;
+    case.checkpoint(&id, &to(&image))?;
     case.expect_status(&id, Status::Running)?;
     case.end_task(&id)?;
     case.restore_from(&id, &image).map(drop)

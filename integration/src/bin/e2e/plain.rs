@@ -51,13 +51,13 @@ fn life(case: &Case, engine: Engine) -> Result<Vec<String>> {
     ctr.resume(&id)?;
     let image = case.path(&format!("{engine:?}"));
     let work = case.path("work");
-    ctr.checkpoint(&id, &Checkpoint { image: Some(image), work: Some(work), exit: false })?;
+    case.checkpoint(&id, &Checkpoint { image: Some(image), work: Some(work), exit: false })?;
     case.expect_status(&id, Status::Running)?;
     let before = goes_on(case, &id)?;
     case.cycle(&id)?;
     ensure!(goes_on(case, &id)? > before, "the restored container began anew");
     let exit = Checkpoint { exit: true, ..Checkpoint::default() };
-    ctr.checkpoint(&id, &exit)?;
+    case.checkpoint(&id, &exit)?;
     case.expect_status(&id, Status::Stopped)?;
     case.remove(&id)?;
     let calls = case.runtime.runc_calls()?;
@@ -93,7 +93,7 @@ fn failed_dump(case: &Case) -> Result<()> {
     let before_runc = "case \" $* \" in *' checkpoint '*) exit 1;; esac".to_owned();
     case.set(&Settings { before_runc, ..Settings::default() })?;
     let image = Some(case.path("image"));
-    case.ctr().checkpoint_fails(&id, &Checkpoint { image, ..Checkpoint::default() })?;
+    case.checkpoint_fails(&id, &Checkpoint { image, ..Checkpoint::default() })?;
     case.expect_status(&id, Status::Running)?;
     goes_on(case, &id)?;
     case.set(&Settings::default())?;

@@ -69,7 +69,7 @@ fn go_on(case: &Case, options: &[&str]) -> Result<()> {
 fn refused_without_annotation(case: &Case) -> Result<()> {
     let id = start(case, &[], false)?;
     let image = Some(case.path("image"));
-    let error = case.ctr().checkpoint_fails(&id, &Checkpoint { image, ..Checkpoint::default() })?;
+    let error = case.checkpoint_fails(&id, &Checkpoint { image, ..Checkpoint::default() })?;
     ensure!(error.contains("dev.stasis.multi-process"), "the error tells no way out: {error}");
     case.expect_status(&id, Status::Running)?;
     advance(case, &id)
@@ -88,7 +88,7 @@ fn paused_stay_paused(case: &Case) -> Result<()> {
     case.ctr().pause(&id)?;
     let before = steps(case, &id)?;
     let image = Some(case.path("image"));
-    case.ctr().checkpoint(&id, &Checkpoint { image, ..Checkpoint::default() })?;
+    case.checkpoint(&id, &Checkpoint { image, ..Checkpoint::default() })?;
     case.expect_status(&id, Status::Paused)?;
     ensure!(steps(case, &id)? == before, "a paused rank made a step");
     case.ctr().resume(&id)?;

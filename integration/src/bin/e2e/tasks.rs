@@ -47,7 +47,7 @@ fn leave(case: &Case, paused: bool, to_path: bool) -> Result<()> {
         case.ctr().pause(&id)?;
     }
     let before = case.read(&id, LOG)?;
-    case.ctr().checkpoint(&id, &options(case, to_path, false))?;
+    case.checkpoint(&id, &options(case, to_path, false))?;
     if paused {
         case.expect_status(&id, Status::Paused)?;
         let after = case.read(&id, LOG)?;
@@ -68,7 +68,7 @@ fn exit(case: &Case, paused: bool, to_path: bool) -> Result<()> {
     if paused {
         case.ctr().pause(&id)?;
     }
-    case.ctr().checkpoint(&id, &options(case, to_path, true))?;
+    case.checkpoint(&id, &options(case, to_path, true))?;
     case.wait_stopped(&id)?;
     case.ctr().remove_task(&id)?;
     if to_path {
@@ -94,7 +94,7 @@ fn restored_says(case: &Case, id: &str, count: u64) -> Result<()> {
 
 fn restore_after_leave_running(case: &Case) -> Result<()> {
     let id = case.start_counter(&[])?;
-    case.ctr().checkpoint(&id, &options(case, true, false))?;
+    case.checkpoint(&id, &options(case, true, false))?;
     case.expect(&id, 102)?;
     case.expect(&id, 103)?;
     restored_says(case, &id, 102)
@@ -103,7 +103,7 @@ fn restore_after_leave_running(case: &Case) -> Result<()> {
 fn twice(case: &Case) -> Result<()> {
     let id = case.start_counter(&[])?;
     for count in 102..=103 {
-        case.ctr().checkpoint(&id, &options(case, true, false))?;
+        case.checkpoint(&id, &options(case, true, false))?;
         case.expect(&id, count)?;
     }
     restored_says(case, &id, 103)

@@ -80,7 +80,7 @@ fn refused_by_default(case: &Case) -> Result<()> {
     let network = Network::new("stasis-tcp-refused")?;
     let id = start(case, &network)?;
     let options = Checkpoint { image: Some(case.path("image")), ..Checkpoint::default() };
-    let error = case.ctr().checkpoint_fails(&id, &options)?;
+    let error = case.checkpoint_fails(&id, &options)?;
     ensure!(!error.is_empty(), "no error is shown");
     case.expect_status(&id, Status::Running)?;
     talks(case, &id)?;
