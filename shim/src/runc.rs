@@ -125,10 +125,14 @@ pub enum RuncError {
 }
 
 impl RuncError {
-    /// The reason that the runtime itself gave, where it gave one.
+    /// The reason that the runtime itself gave, where it gave one. What it printed is surely this
+    /// call's; what was logged meanwhile may be another call's, since a container has one log.
     #[must_use]
     pub fn words(&self) -> String {
         match self {
+            Self::Failed { output, .. } if !output.is_empty() => {
+                output.split_whitespace().collect::<Vec<_>>().join(" ")
+            }
             Self::Failed { logged: Some(logged), .. } => logged.clone(),
             other => other.to_string(),
         }
@@ -139,8 +143,9 @@ impl RuncError {
     pub fn says(&self, words: &str) -> bool {
         match self {
             Self::Start { .. } => false,
-            Self::Failed { output, logged, .. } => {
-                output.contains(words) || logged.as_ref().is_some_and(|text| text.contains(words))
+            Self::Failed { output, logged: None, .. } => output.contains(words),
+            Self::Failed { output, logged: Some(logged), .. } => {
+                output.contains(words) || (output.is_empty() && logged.contains(words))
             }
         }
     }
@@ -386,6 +391,23 @@ mod tests {
         assert_eq!(words[6..8], ["--root", "/run/containerd/runc/default"]);
         let runc = Runc { is_engine: true, ..runc };
         assert_eq!(line(&runc.command(&call))[0], "/b/runc");
+    }
+
+    #[test]
+    fn what_a_call_printed_goes_before_what_was_logged_meanwhile() {
+        let failed = |output: &str, logged: Option<&str>| RuncError::Failed {
+            program: "runc".to_owned(),
+            status: 1,
+            output: output.to_owned(),
+            logged: logged.map(str::to_owned),
+        };
+        let own = failed("stasis: killed\nmeanwhile", Some("container not paused"));
+        assert_eq!(own.words(), "stasis: killed meanwhile");
+        assert!(own.says("killed") && !own.says("not paused"));
+        let silent = failed("", Some("no such file"));
+        assert_eq!(silent.words(), "no such file");
+        assert!(silent.says("no such file"));
+        assert!(failed("", None).words().contains("exit status 1"));
     }
 
     #[test]

@@ -88,8 +88,13 @@ pub struct Runc {
 
 /// How often a running runtime is looked at.
 const POLL: Duration = Duration::from_millis(2);
-/// How long the runtime may go on with a container that is dead.
-const DEAD: Duration = Duration::from_secs(10);
+/// How long the runtime may go on with a container that is dead: CRIU waits 10 s for a thread that
+/// was killed while it was being seized, and for ever in other places.
+const DEAD: Duration = Duration::from_secs(1);
+/// The same where CRIU itself ends the container, as the last but one thing that it does.
+const DEAD_BY_CRIU: Duration = Duration::from_secs(10);
+/// The same for what is there to end it.
+const KILLING: Duration = Duration::from_secs(10);
 const OUTPUT: u64 = 4096;
 
 impl Runc {
@@ -118,6 +123,7 @@ impl Runc {
         subcommand: &str,
         mut command: Command,
         interrupted: &dyn Fn() -> bool,
+        dead: Duration,
     ) -> Result<(), RuncError> {
         let failed = |how: String| RuncError {
             command: format!("{} {subcommand}", self.program.display()),
@@ -137,7 +143,7 @@ impl Runc {
         let mut child =
             command.spawn().map_err(|error| failed(format!("cannot be started: {error}")))?;
         let status =
-            self.wait(&mut child, interrupted).map_err(|error| failed(error.to_string()))?;
+            self.wait(&mut child, interrupted, dead).map_err(|error| failed(error.to_string()))?;
         if status.success() {
             return Ok(());
         }
@@ -149,7 +155,12 @@ impl Runc {
 
     /// Waits for the child. When the caller is interrupted, the runtime is asked to end, once; what
     /// CRIU then still does to the container is waited for by whoever puts the container back.
-    fn wait(&self, child: &mut Child, interrupted: &dyn Fn() -> bool) -> io::Result<ExitStatus> {
+    fn wait(
+        &self,
+        child: &mut Child,
+        interrupted: &dyn Fn() -> bool,
+        dead: Duration,
+    ) -> io::Result<ExitStatus> {
         let group = i32::try_from(child.id()).map(nix::unistd::Pid::from_raw).ok();
         let mut asked = false;
         let mut dead_since = None;
@@ -163,7 +174,7 @@ impl Runc {
             }
             if self.init.is_some_and(|init| start_time(init.pid) != Some(init.start_time)) {
                 let since = dead_since.get_or_insert_with(Instant::now);
-                if since.elapsed() >= DEAD {
+                if since.elapsed() >= dead {
                     // runc and CRIU: the dead cannot be harmed.
                     let _ = group.map(|group| nix::sys::signal::killpg(group, Signal::SIGKILL));
                 }
@@ -227,7 +238,8 @@ impl Runtime for Runc {
         let extra = self.criu.flags(caller, leave_running, help);
         let mut command = self.command("checkpoint", &caller.with(&extra));
         self.criu.environment(&mut command, &self.no_plugins);
-        self.run("checkpoint", command, &interrupted)
+        let dead = if leave_running { DEAD } else { DEAD_BY_CRIU };
+        self.run("checkpoint", command, &interrupted, dead)
             .map_err(|error| self.with_log(error, work.as_deref(), criu::DUMP_LOG))
     }
 
@@ -255,7 +267,7 @@ impl Runtime for Runc {
         };
         let mut child =
             command.spawn().map_err(|error| failed(format!("cannot be started: {error}"), None))?;
-        match self.wait(&mut child, &|| false) {
+        match self.wait(&mut child, &|| false, DEAD) {
             Ok(status) if status.success() => Ok(()),
             Ok(status) => Err(failed(status.to_string(), status.code())),
             Err(error) => Err(failed(error.to_string(), None)),
@@ -263,12 +275,12 @@ impl Runtime for Runc {
     }
 
     fn resume(&mut self) -> Result<(), RuncError> {
-        self.run("resume", self.command("resume", std::slice::from_ref(&self.id)), &|| false)
+        self.run("resume", self.command("resume", std::slice::from_ref(&self.id)), &|| false, DEAD)
     }
 
     fn kill(&mut self) -> Result<(), RuncError> {
         let arguments = ["--all".into(), self.id.clone(), "KILL".into()];
-        self.run("kill", self.command("kill", &arguments), &|| false)
+        self.run("kill", self.command("kill", &arguments), &|| false, KILLING)
     }
 
     fn unlock_network(&mut self) {
@@ -279,7 +291,7 @@ impl Runtime for Runc {
 
     fn delete(&mut self) -> Result<(), RuncError> {
         let arguments = ["--force".into(), self.id.clone()];
-        self.run("delete", self.command("delete", &arguments), &|| false)
+        self.run("delete", self.command("delete", &arguments), &|| false, KILLING)
     }
 }
 
