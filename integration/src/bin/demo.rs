@@ -1,4 +1,5 @@
-//! The demo: a counter in GPU memory is checkpointed, killed and restored with `ctr`.
+//! The demo: a counter in GPU memory is checkpointed, killed and restored with `ctr`, through our
+//! shim.
 //!
 //! Run by `make demo`, inside the lab. It prints what a user would type.
 
@@ -10,6 +11,7 @@ use anyhow::{Context, Result, ensure};
 use nix::unistd::Pid;
 use stasis_integration::case::{Case, Lab, PORT, Place};
 use stasis_integration::ctr::Status;
+use stasis_integration::shim::Shim;
 use stasis_integration::{command, image, udp};
 
 const ID: &str = "counter";
@@ -34,7 +36,7 @@ fn demo() -> Result<()> {
     let mut clock = Clock(Instant::now());
     let lab = Lab::start()?;
     clock.lap("containerd is up and knows the image");
-    lab.run("demo", Place::SHARED, |case| {
+    lab.run("demo", Place::apart(Shim::Stasis), |case| {
         let result = show(case, &mut clock);
         // The container has a name of its own here, which the fixture does not know.
         let cleaned = case.remove(ID);
@@ -44,7 +46,7 @@ fn demo() -> Result<()> {
 
 fn show(case: &Case, clock: &mut Clock) -> Result<()> {
     let network = ["--net-host".to_owned()];
-    let runtime = ["--runc-binary".to_owned(), case.runtime.wrapper().display().to_string()];
+    let runtime = ["--runtime".to_owned(), Shim::Stasis.runtime().to_owned()];
     let mut run = vec!["run".to_owned(), "--detach".to_owned()];
     run.extend(runtime.into_iter().chain(network).chain(case.gpu.arguments()));
     run.extend([image::NAME.to_owned(), ID.to_owned(), "/bin/counter".to_owned()]);
