@@ -4,7 +4,11 @@
 //! exclude each other, and are refused rather than queued: whoever asks for a second one does not
 //! know of the first. An exec or an update that has begun is waited for (it takes milliseconds;
 //! refusing a checkpoint because a health check happens to run would be a matter of luck), and
-//! none begins while one of the four is under way.
+//! none begins while one of the four is under way. Delete is refused while Start is under way,
+//! since what it would remove is just being made.
+//!
+//! A Kill that nobody survives is remembered ([`Inner::killed`]): what is under way may be at a
+//! point where runc finds nothing to kill, or freezes what was just killed, and acts on it then.
 
 mod checkpoint;
 mod create;
@@ -16,13 +20,14 @@ use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::AtomicI32;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use stasis_config::Config;
 use stasis_hooks::journal::JournalFile;
 use tokio::sync::Notify;
+use tokio_util::task::TaskTracker;
 
-pub use checkpoint::CheckpointRequest;
+pub use checkpoint::{CheckpointRequest, DEAD};
 pub use create::{CreateRequest, RootfsMount};
 pub use exec::ExecRequest;
 pub use lifecycle::Deleted;
@@ -54,6 +59,8 @@ pub struct Shared {
     pub oom: Arc<OomWatcher>,
     /// From which level on the engine logs.
     pub log_level: String,
+    /// What goes on although its container may be gone.
+    pub operations: TaskTracker,
 }
 
 /// What is fixed when the container is created.
@@ -102,6 +109,12 @@ struct Inner {
     short: usize,
     execs: HashMap<String, Arc<Process>>,
     cgroups: Option<Arc<Cgroups>>,
+    /// SIGKILL was asked for.
+    killed: bool,
+    /// Its init has ended, which is about to be told.
+    ended: bool,
+    /// Delete is under way, or done.
+    deleted: bool,
 }
 
 /// A process and how it is.
@@ -199,7 +212,7 @@ impl Container {
     fn allow(&self, inner: &Inner, action: Action) -> Result<(), TaskError> {
         // First, since the state may be another one when that has ended.
         if let Some((under_way, since)) = inner.under_way
-            && action != Action::Delete
+            && (action != Action::Delete || under_way == Action::Start)
         {
             return Err(TaskError::Busy {
                 container: self.id.clone(),
@@ -208,6 +221,9 @@ impl Container {
             });
         }
         let refused = |refused| TaskError::State { container: self.id.clone(), refused };
+        if inner.ended && action == Action::Exec {
+            return State::Stopped.allow(action).map_err(refused);
+        }
         inner.state.allow(action).map_err(refused)
     }
 
@@ -219,12 +235,24 @@ impl Container {
             inner.under_way = Some((action, Instant::now()));
         }
         let under_way = UnderWay(self);
+        match tokio::time::timeout(SHORT, self.quiet()).await {
+            Ok(()) => Ok(under_way),
+            Err(_) => Err(TaskError::Busy {
+                container: self.id.clone(),
+                under_way: "start of an exec, or an update,",
+                seconds: SHORT.as_secs(),
+            }),
+        }
+    }
+
+    /// Waits until no exec is being started and no update made.
+    async fn quiet(&self) {
         loop {
             let quiet = self.quiet.notified();
             tokio::pin!(quiet);
             quiet.as_mut().enable();
             if self.inner().short == 0 {
-                return Ok(under_way);
+                return;
             }
             quiet.await;
         }
@@ -258,6 +286,9 @@ impl Container {
         self.shared.events.publish(event);
     }
 }
+
+/// How long an exec or an update that has begun is waited for.
+const SHORT: Duration = Duration::from_secs(10);
 
 /// See [`Container::begin`].
 struct UnderWay<'a>(&'a Container);

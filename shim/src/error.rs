@@ -49,6 +49,9 @@ pub enum TaskError {
         /// How.
         error: RuncError,
     },
+    /// Nothing begins any more.
+    #[error("the shim is shutting down")]
+    Closing,
     /// The host failed us.
     #[error("{0}")]
     Failed(String),
@@ -63,6 +66,7 @@ impl TaskError {
             Self::State { .. } | Self::Busy { .. } | Self::Precondition(_) => {
                 Code::FAILED_PRECONDITION
             }
+            Self::Closing => Code::UNAVAILABLE,
             // What containerd's own shim gives for these.
             Self::Runtime { .. } | Self::Failed(_) => Code::UNKNOWN,
         }
@@ -101,6 +105,7 @@ mod tests {
                 Code::FAILED_PRECONDITION,
             ),
             (TaskError::Precondition("x".into()), Code::FAILED_PRECONDITION),
+            (TaskError::Closing, Code::UNAVAILABLE),
             (TaskError::Failed("x".into()), Code::UNKNOWN),
         ];
         for (error, code) in table {

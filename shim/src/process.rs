@@ -1,5 +1,7 @@
 //! One process of a container: its init, or an exec.
 
+use std::path::PathBuf;
+use std::process::Stdio;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -12,6 +14,9 @@ use crate::stdio::{ProcessIo, Request};
 
 /// The exit status of a process of which nothing better is known, as in Go's shim.
 pub const UNKNOWN_STATUS: u32 = 255;
+
+/// The exit status of a process that SIGKILL ended.
+pub const KILLED: u32 = 128 + 9;
 
 /// A process of a container.
 #[derive(Debug)]
@@ -130,6 +135,22 @@ impl Process {
         if let Some(io) = &*self.io.read().await {
             io.close_stdin();
         }
+    }
+
+    /// What the runtime's call gets: the standard descriptors, and the console socket. No lock is
+    /// held for longer than that: a restore takes its time, and `CloseIO` does not wait for it.
+    pub async fn child_ends(&self) -> Result<([Stdio; 3], Option<PathBuf>), TaskError> {
+        let mut io = self.io.write().await;
+        let io = io.as_mut().ok_or_else(|| TaskError::Failed("its stdio is closed".to_owned()))?;
+        let ends = io.take_child_ends().map_err(|error| TaskError::failed(&error))?;
+        Ok((ends, io.console_socket().map(PathBuf::from)))
+    }
+
+    /// The runtime has made the process.
+    pub async fn io_started(&self) -> Result<(), TaskError> {
+        let mut io = self.io.write().await;
+        let io = io.as_mut().ok_or_else(|| TaskError::Failed("its stdio is closed".to_owned()))?;
+        io.started().await.map_err(|error| TaskError::failed(&error))
     }
 
     /// It has its stdio.

@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::SystemTime;
 
 use containerd_shim::protos::protobuf::well_known_types::timestamp::Timestamp;
-use rustix::process::{WaitOptions, wait};
+use rustix::process::{WaitOptions, test_kill_process, wait};
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::oneshot;
 
@@ -127,9 +127,12 @@ impl Expecting {
     pub fn claim(&self, pid: Pid) -> oneshot::Receiver<Exit> {
         let (sender, exit) = oneshot::channel();
         let mut table = self.0.table();
+        // What was reaped is not there any more: a process of that pid is a later one.
+        let is_there =
+            rustix::process::Pid::from_raw(pid).is_some_and(|pid| test_kill_process(pid).is_ok());
         match table.unclaimed.remove(&pid) {
-            Some(gone) => drop(sender.send(gone)),
-            None => drop(table.waiting.insert(pid, sender)),
+            Some(gone) if !is_there => drop(sender.send(gone)),
+            _ => drop(table.waiting.insert(pid, sender)),
         }
         exit
     }

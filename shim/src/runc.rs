@@ -7,6 +7,7 @@
 use std::ffi::{OsStr, OsString};
 use std::fs::File;
 use std::io::{self, Read, Seek, SeekFrom, Write};
+use std::os::unix::process::CommandExt as _;
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode, Output, Stdio};
 use std::sync::Arc;
@@ -17,6 +18,7 @@ use nix::sys::memfd::{MFdFlags, memfd_create};
 use nix::sys::signal::Signal;
 use stasis_hooks::child::die_with_parent_thread;
 use stasis_hooks::oci::{self, Caller};
+use tokio_util::sync::CancellationToken;
 
 use crate::boot::DeleteCall;
 use crate::reaper::{Pid, Reaper};
@@ -27,6 +29,12 @@ pub const ENGINE: &str = "__runc";
 
 /// How much of what runc prints or logs is kept, in bytes.
 const OUTPUT: u64 = 4096;
+
+tokio::task_local! {
+    /// Cancelled when whoever asked for the request that is being answered has gone away. A call of
+    /// runc that hangs would otherwise hang for ever.
+    pub static CALLER: CancellationToken;
+}
 
 /// One call.
 #[derive(Debug)]
@@ -138,6 +146,12 @@ impl RuncError {
         }
     }
 
+    /// Whether it was ended by SIGKILL.
+    #[must_use]
+    pub fn was_killed(&self) -> bool {
+        matches!(self, Self::Failed { status: 137, .. })
+    }
+
     /// Whether it printed or logged this.
     #[must_use]
     pub fn says(&self, words: &str) -> bool {
@@ -175,6 +189,10 @@ pub struct Runc {
 impl Runc {
     /// The command line of a call.
     fn command(&self, call: &Call) -> Command {
+        // These go on without us, since the container must not be left half-way. All others end with
+        // us, as with containerd's own shim: they would go on with a container that is being removed.
+        let outlives =
+            call.through == Through::Engine && matches!(call.subcommand, "checkpoint" | "resume");
         let mut command = if call.through == Through::Engine && !self.is_engine {
             let mut command = Command::new("/proc/self/exe");
             command
@@ -185,12 +203,13 @@ impl Runc {
                 .arg(&self.engine_log.1);
             command
         } else {
-            let mut command = Command::new(&self.program);
-            // As containerd's shim does: what runc has begun would go on for a container that is
-            // being cleaned up.
-            die_with_parent_thread(&mut command, Signal::SIGKILL);
-            command
+            Command::new(&self.program)
         };
+        // With all that it starts in its place.
+        command.process_group(0);
+        if !outlives {
+            die_with_parent_thread(&mut command, Signal::SIGKILL);
+        }
         command.args(self.globals()).arg(call.subcommand).args(&call.arguments);
         command
     }
@@ -222,12 +241,28 @@ impl Runc {
         let mut command = self.command(&call);
         let output = captured(&mut command, call.io).map_err(cannot)?;
         let logged = LogTail::new(&self.log);
-        let spawned = self.reaper.spawn(command).map_err(cannot)?;
+        let mut spawned = self.reaper.spawn(command).map_err(cannot)?;
         let running = Running::new(call.pid, spawned.pid);
-        let exit = spawned.exit.await;
+        let ends_with_caller = call.through == Through::Runtime
+            && matches!(call.subcommand, "create" | "start" | "exec" | "ps" | "update" | "kill");
+        let caller = CALLER.try_with(Clone::clone).ok().filter(|_| ends_with_caller);
+        let exit = match caller {
+            None => spawned.exit.await,
+            Some(caller) => tokio::select! {
+                exit = &mut spawned.exit => exit,
+                () = caller.cancelled() => {
+                    tracing::warn!(call = call.subcommand, "ended with its caller");
+                    let group = nix::unistd::Pid::from_raw(spawned.pid);
+                    let _ = nix::sys::signal::killpg(group, Signal::SIGKILL);
+                    spawned.exit.await
+                }
+            },
+        };
         drop(running);
         let status = exit.map_or(255, |exit| exit.status);
-        let output = output.map(tail).unwrap_or_default();
+        // An answer is whole; of an error the end is enough.
+        let kept = if status == 0 { u64::MAX } else { OUTPUT };
+        let output = output.map(|output| tail(output, kept)).unwrap_or_default();
         if status == 0 {
             return Ok(output);
         }
@@ -285,9 +320,10 @@ fn captured(command: &mut Command, io: CallIo) -> io::Result<Option<File>> {
     Ok(Some(output))
 }
 
-fn tail(mut output: File) -> String {
+fn tail(mut output: File, length: u64) -> String {
     let mut bytes = Vec::new();
-    let read = output.seek(SeekFrom::Start(0)).and_then(|_| output.read_to_end(&mut bytes));
+    let from = output.metadata().map_or(0, |metadata| metadata.len().saturating_sub(length));
+    let read = output.seek(SeekFrom::Start(from)).and_then(|_| output.read_to_end(&mut bytes));
     match read {
         Ok(_) => String::from_utf8_lossy(&bytes).trim().to_owned(),
         Err(error) => format!("(output not readable: {error})"),
@@ -332,6 +368,8 @@ pub fn delete_by_force(call: &DeleteCall) -> io::Result<Output> {
         .arg(log.unwrap_or_default())
         .arg("warn")
         .args(call.arguments());
+    // One that hangs ends with us, when containerd does not wait any longer.
+    die_with_parent_thread(&mut command, Signal::SIGKILL);
     command.stdin(Stdio::null()).output()
 }
 

@@ -11,9 +11,10 @@ use containerd_shim::protos::shim_async::{Task, create_task};
 use containerd_shim::protos::ttrpc::asynchronous::transport::Listener;
 use containerd_shim::protos::ttrpc::asynchronous::{Server, Service as Methods};
 use tokio::signal::unix::{SignalKind, signal};
+use tokio_util::task::TaskTracker;
 
 use crate::boot::socket;
-use crate::container::Shared;
+use crate::container::{DEAD, Shared};
 use crate::events::EventQueue;
 use crate::oom::OomWatcher;
 use crate::reaper::Reaper;
@@ -51,6 +52,7 @@ pub fn serve(settings: &Settings, listener: UnixListener) -> anyhow::Result<()> 
 
 async fn run(settings: &Settings, listener: UnixListener) -> anyhow::Result<()> {
     let reaper = Reaper::start()?;
+    let operations = TaskTracker::new();
     let events = EventQueue::new(&settings.containerd, &settings.namespace);
     let out_of_memory = events.clone();
     let oom = OomWatcher::new(move |id| {
@@ -64,6 +66,7 @@ async fn run(settings: &Settings, listener: UnixListener) -> anyhow::Result<()> 
         reaper,
         oom: Arc::new(oom),
         log_level: settings.log_level.clone(),
+        operations: operations.clone(),
     };
     let tasks = Arc::new(Tasks::new(shared));
     let socket = listener.try_clone()?;
@@ -88,6 +91,8 @@ async fn run(settings: &Settings, listener: UnixListener) -> anyhow::Result<()> 
     }
     let _ = server.shutdown().await;
     events.flush(FLUSH).await;
+    operations.close();
+    let _ = tokio::time::timeout(DEAD + FLUSH, operations.wait()).await;
     Ok(())
 }
 

@@ -21,12 +21,14 @@ use containerd_shim::protos::protobuf::{EnumOrUnknown, Message, MessageField};
 use containerd_shim::protos::shim::oci::{CheckpointOptions, ProcessDetails};
 use containerd_shim::protos::shim_async::Task;
 use containerd_shim::protos::ttrpc::{self, r#async::TtrpcContext};
+use tokio_util::sync::CancellationToken;
 use tracing::Instrument as _;
 
 use crate::container::{CheckpointRequest, CreateRequest, ExecRequest, RootfsMount};
 use crate::error::TaskError;
 use crate::options::Options;
 use crate::reaper::{Exit, timestamp};
+use crate::runc::CALLER;
 use crate::state::State;
 use crate::stdio::Request;
 use crate::tasks::Tasks;
@@ -52,11 +54,15 @@ impl Service {
         T: Send + 'static,
         R: Future<Output = Result<T, TaskError>> + Send + 'static,
     {
-        let running = tokio::spawn(work(Arc::clone(&self.0)).instrument(span.clone()));
+        let caller = CancellationToken::new();
+        let here = caller.clone().drop_guard();
+        let work = CALLER.scope(caller, work(Arc::clone(&self.0)));
+        let running = tokio::spawn(work.instrument(span.clone()));
         let result = running.await.unwrap_or_else(|error| {
             // The panic hook has logged where.
             Err(TaskError::Failed(format!("internal error of the shim: {}", panic_words(error))))
         });
+        here.disarm();
         result.map_err(|error| {
             span.in_scope(|| tracing::debug!(%error, "refused or failed"));
             error.into()
@@ -275,16 +281,14 @@ impl Task for Service {
     }
 
     async fn wait(&self, _: &TtrpcContext, request: WaitRequest) -> ttrpc::Result<WaitResponse> {
-        let span = span!("wait", request, exec);
-        self.run(span, |tasks| async move {
-            let exit = tasks.get(&request.id)?.wait(&request.exec_id).await?;
-            Ok(WaitResponse {
-                exit_status: exit.status,
-                exited_at: exited_at(Some(exit)),
-                ..WaitResponse::default()
-            })
+        // Not a task of its own: it ends with its client, who may ask again and again.
+        let container = self.0.get(&request.id)?;
+        let exit = container.wait(&request.exec_id).await?;
+        Ok(WaitResponse {
+            exit_status: exit.status,
+            exited_at: exited_at(Some(exit)),
+            ..WaitResponse::default()
         })
-        .await
     }
 
     async fn stats(&self, _: &TtrpcContext, request: StatsRequest) -> ttrpc::Result<StatsResponse> {

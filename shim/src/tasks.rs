@@ -12,9 +12,16 @@ use crate::error::TaskError;
 /// All containers.
 pub struct Tasks {
     shared: Shared,
-    containers: Mutex<HashMap<String, Slot>>,
+    containers: Mutex<Containers>,
     /// There is nothing left to serve.
     done: Notify,
+}
+
+#[derive(Default)]
+struct Containers {
+    slots: HashMap<String, Slot>,
+    /// Shutdown was accepted: nothing begins any more.
+    closing: bool,
 }
 
 enum Slot {
@@ -30,13 +37,13 @@ impl Tasks {
         Self { shared, containers: Mutex::default(), done: Notify::new() }
     }
 
-    fn containers(&self) -> MutexGuard<'_, HashMap<String, Slot>> {
+    fn containers(&self) -> MutexGuard<'_, Containers> {
         self.containers.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// A container by its id.
     pub fn get(&self, id: &str) -> Result<Arc<Container>, TaskError> {
-        match self.containers().get(id) {
+        match self.containers().slots.get(id) {
             Some(Slot::Filled(container)) => Ok(Arc::clone(container)),
             Some(Slot::Taken) | None => {
                 Err(TaskError::NotFound(format!("container {id} not created")))
@@ -47,17 +54,23 @@ impl Tasks {
     /// Creates a container.
     pub async fn create(&self, request: CreateRequest) -> Result<Arc<Container>, TaskError> {
         let id = request.id.clone();
-        match self.containers().entry(id.clone()) {
-            Entry::Occupied(_) => {
-                return Err(TaskError::AlreadyExists(format!("container {id} exists")));
+        {
+            let mut containers = self.containers();
+            if containers.closing {
+                return Err(TaskError::Closing);
             }
-            Entry::Vacant(slot) => slot.insert(Slot::Taken),
-        };
+            match containers.slots.entry(id.clone()) {
+                Entry::Occupied(_) => {
+                    return Err(TaskError::AlreadyExists(format!("container {id} exists")));
+                }
+                Entry::Vacant(slot) => drop(slot.insert(Slot::Taken)),
+            }
+        }
         let mut reserved = Reserved { tasks: self, id: Some(id) };
         let rootfs = request.rootfs.clone();
         let container = Container::create(self.shared.clone(), request).await?;
         if let Some(id) = reserved.id.take() {
-            self.containers().insert(id, Slot::Filled(Arc::clone(&container)));
+            self.containers().slots.insert(id, Slot::Filled(Arc::clone(&container)));
         }
         container.tell_created(&rootfs);
         Ok(container)
@@ -65,12 +78,14 @@ impl Tasks {
 
     /// A deleted container is forgotten.
     pub fn forget(&self, id: &str) {
-        self.containers().remove(id);
+        self.containers().slots.remove(id);
     }
 
     /// Ends the shim, if it has no container any more.
     pub fn shut_down(&self) {
-        if self.containers().is_empty() {
+        let mut containers = self.containers();
+        if containers.slots.is_empty() {
+            containers.closing = true;
             self.done.notify_one();
         }
     }

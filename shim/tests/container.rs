@@ -239,14 +239,102 @@ fn a_kill_during_a_restore_ends_the_engine() {
         world.runtime.fail("kill", "container does not exist");
         let (started, ()) = tokio::join!(world.start("c1"), async {
             world.runtime.called("restore").await;
+            // What it would remove is just being made.
+            assert_eq!(refusal(world.delete("c1").await).0, Code::FAILED_PRECONDITION);
             world.kill("c1").await.unwrap();
             while std::path::Path::new(&format!("/proc/{engine}")).exists() {
                 tokio::time::sleep(Duration::from_millis(1)).await;
             }
-            world.runtime.fail("restore", "interrupted");
+            // A plain `runc restore` minds no signal, and succeeds.
             restoring.notify_one();
         });
-        assert!(refusal(started).1.contains("interrupted"));
+        assert!(refusal(started).1.contains("killed while it was restored"));
+        assert_eq!(world.runtime.calls().last().unwrap(), "delete --force c1");
+        assert_eq!(world.status("c1").await, Status::STOPPED);
+        assert_eq!(world.delete("c1").await.unwrap(), 137);
+        assert_eq!(world.events(2).await, ["/tasks/create", "/tasks/delete"]);
+    });
+}
+
+#[test]
+fn a_kill_during_a_pause_is_not_lost() {
+    run(async {
+        let world = World::new().await;
+        world.running("c1").await;
+        let pausing = world.runtime.hold("pause");
+        let pause = PauseRequest { id: "c1".to_owned(), ..Default::default() };
+        let context = context();
+        let (paused, ()) = tokio::join!(world.service.pause(&context, pause), async {
+            world.runtime.called("pause").await;
+            world.kill("c1").await.unwrap();
+            // Its end is told while runc still pauses.
+            world.events(3).await;
+            pausing.notify_one();
+        });
+        assert!(refusal(paused).1.contains("killed while it was paused"));
+        assert!(world.runtime.calls().contains(&"resume c1".to_owned()));
+        assert_eq!(world.status("c1").await, Status::STOPPED);
+        world.delete("c1").await.unwrap();
+        assert_eq!(world.events(4).await[2..], ["/tasks/exit c1", "/tasks/delete"]);
+    });
+}
+
+#[test]
+fn it_is_deleted_once() {
+    run(async {
+        let world = World::new().await;
+        world.running("c1").await;
+        world.kill("c1").await.unwrap();
+        world.events(3).await;
+        let (first, second) = tokio::join!(world.delete("c1"), world.delete("c1"));
+        assert_eq!(first.unwrap(), 137);
+        assert_eq!(refusal(second).0, Code::NOT_FOUND);
+        tokio::time::sleep(Duration::from_millis(50)).await;
+        assert_eq!(world.events(4).await.len(), 4);
+    });
+}
+
+#[test]
+fn what_runc_does_not_delete_keeps_all_it_has_and_can_be_deleted_later() {
+    run(async {
+        let world = World::new().await;
+        world.running("c1").await;
+        world.kill("c1").await.unwrap();
+        world.events(3).await;
+        world.runtime.fail("delete", "device or resource busy");
+        assert!(refusal(world.delete("c1").await).1.contains("failed to delete task"));
+        world.runtime.fail("delete", "container does not exist");
+        assert_eq!(world.delete("c1").await.unwrap(), 137);
+    });
+}
+
+#[test]
+fn an_exec_that_is_being_started_is_not_deleted_and_its_end_comes_first() {
+    run(async {
+        let world = World::new().await;
+        world.running("c1").await;
+        let starting = world.runtime.hold("exec");
+        let (exec, ()) = tokio::join!(world.exec("c1", "e1"), async {
+            world.runtime.called("exec").await;
+            let request = containerd_shim::protos::api::DeleteRequest {
+                id: "c1".to_owned(),
+                exec_id: "e1".to_owned(),
+                ..Default::default()
+            };
+            let deleted = world.service.delete(&context(), request).await;
+            assert_eq!(refusal(deleted).0, Code::FAILED_PRECONDITION);
+            // Its init ends meanwhile.
+            world.runtime.end();
+            tokio::time::sleep(Duration::from_millis(50)).await;
+            assert!(refusal(world.exec("c1", "e2").await).1.contains("stopped"));
+            starting.notify_one();
+        });
+        kill(exec.unwrap().cast_signed());
+        let expected =
+            ["/tasks/exec-added", "/tasks/exec-started", "/tasks/exit e1", "/tasks/exit c1"];
+        let events = world.events(6).await;
+        let told: Vec<_> = events[2..].iter().collect();
+        assert_eq!(told, expected);
     });
 }
 

@@ -149,7 +149,7 @@ pub fn errors(log: &Path) -> Vec<String> {
     // Printed in every log of a root without CAP_SYS_RESOURCE, and harmless.
     const HARMLESS: &str = "Can't setup RLIMIT_NOFILE for self";
     const LIMIT: u64 = 256 << 20;
-    let Ok(file) = open(log) else {
+    let Ok(file) = open_log(log) else {
         return Vec::new();
     };
     BufReader::new(file.take(LIMIT))
@@ -168,7 +168,8 @@ pub fn errors(log: &Path) -> Vec<String> {
         .collect()
 }
 
-fn open(path: &Path) -> io::Result<fs::File> {
+/// Opens a log of CRIU: a regular file, whatever is put in its place.
+pub fn open_log(path: &Path) -> io::Result<fs::File> {
     let flags = nix::libc::O_NOFOLLOW | nix::libc::O_NONBLOCK;
     let file = fs::OpenOptions::new().read(true).custom_flags(flags).open(path)?;
     if file.metadata()?.is_file() { Ok(file) } else { Err(io::Error::other("not a regular file")) }
@@ -197,7 +198,7 @@ impl LogStore {
         let path = self.directory.join(name);
         let mut copy =
             fs::OpenOptions::new().create_new(true).write(true).mode(0o600).open(&path)?;
-        io::copy(&mut open(log)?, &mut copy)?;
+        io::copy(&mut open_log(log)?, &mut copy)?;
         self.remove_oldest();
         Ok(path)
     }

@@ -2,10 +2,14 @@
 
 use std::ffi::OsString;
 use std::fs;
+use std::io;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicI32, Ordering};
+use std::time::Duration;
 
 use containerd_shim::protos::events::task::TaskCheckpointed;
-use stasis_hooks::runc::criu::DUMP_LOG;
+use stasis_hooks::runc::criu::{DUMP_LOG, open_log};
 
 use super::Container;
 use super::create::words;
@@ -70,14 +74,16 @@ impl Container {
         let temporary = self.fixed.bundle.join("work/criu-work");
         let work = request.work.as_ref().unwrap_or(&temporary);
         let call = Call::new("checkpoint", request.arguments(work, &self.id)).through_engine(true);
-        let made = self.runtime.call(call).await;
-        let result = made.map_err(|error| self.explain(error, work));
+        let result = match self.call_for_the_living(call).await {
+            Ok(_) => Ok(()),
+            Err(error) => Err(self.explain(error, work).await),
+        };
         if request.work.is_none() {
-            let _ = fs::remove_dir_all(&temporary);
+            let _ = tokio::task::spawn_blocking(|| fs::remove_dir_all(temporary)).await;
         }
         if let Err(error) = &result {
             tracing::error!(container = self.id, phase = "checkpoint", "{error}");
-            return result.map(drop);
+            return result;
         }
         let container_id = self.id.clone();
         self.tell(TaskCheckpointed { container_id, ..TaskCheckpointed::default() });
@@ -85,19 +91,53 @@ impl Container {
     }
 
     /// As containerd's own shim: the first line, and where CRIU's log is.
-    fn explain(&self, error: RuncError, work: &Path) -> TaskError {
+    async fn explain(&self, error: RuncError, work: &Path) -> TaskError {
         let (words, log) = (error.to_string(), work.join(DUMP_LOG));
         if error.says("stasis: ") {
             return TaskError::Runtime { what: "OCI runtime checkpoint failed", error };
         }
         let words = words.lines().next().unwrap_or_default();
         let copy = self.fixed.bundle.join("criu-dump.log");
-        match fs::copy(&log, &copy) {
-            Ok(_) => TaskError::Failed(format!("{words} path= {}", copy.display())),
-            Err(_) => TaskError::Failed(words.to_owned()),
+        let target = copy.clone();
+        // Not in the runtime's thread, and only a regular file: the path is the caller's.
+        let copied = tokio::task::spawn_blocking(move || {
+            io::copy(&mut open_log(&log)?, &mut fs::File::create(target)?)
+        });
+        match copied.await {
+            Ok(Ok(_)) => TaskError::Failed(format!("{words} path= {}", copy.display())),
+            Ok(Err(_)) | Err(_) => TaskError::Failed(words.to_owned()),
         }
     }
+
+    /// A call that is of no use once init has ended. Most notice by themselves; CRIU has been seen
+    /// to wait for ever for a process that was killed.
+    async fn call_for_the_living(&self, mut call: Call) -> Result<String, RuncError> {
+        // At its end the shim waits for this.
+        let _operation = self.shared.operations.token();
+        let engine = Arc::new(AtomicI32::new(0));
+        call.pid = Some(Arc::clone(&engine));
+        let calling = self.runtime.call(call);
+        tokio::pin!(calling);
+        let dead = async {
+            self.init.wait().await;
+            tokio::time::sleep(DEAD).await;
+        };
+        tokio::select! {
+            made = &mut calling => return made,
+            () = dead => {}
+        }
+        let group = engine.load(Ordering::Relaxed);
+        tracing::warn!(container = self.id, group, "what goes on with the dead is ended");
+        if group > 0 {
+            let group = nix::unistd::Pid::from_raw(group);
+            let _ = nix::sys::signal::killpg(group, nix::sys::signal::Signal::SIGKILL);
+        }
+        calling.await
+    }
 }
+
+/// How long an operation may go on with a container that has ended.
+pub const DEAD: Duration = Duration::from_secs(5);
 
 #[cfg(test)]
 mod tests {

@@ -19,8 +19,8 @@ use stasis_hooks::journal::JournalFile;
 use super::{Container, Fixed, Inner, Shared};
 use crate::cgroup::Cgroups;
 use crate::error::TaskError;
-use crate::options::Options;
 use crate::options::spec::Spec;
+use crate::options::{Options, Settled};
 use crate::process::Process;
 use crate::reaper::Pid;
 use crate::runc::{Call, CallIo, Runc, Runtime};
@@ -73,12 +73,7 @@ impl Container {
     /// Creates a container.
     pub async fn create(shared: Shared, request: CreateRequest) -> Result<Arc<Self>, TaskError> {
         let CreateRequest { id, bundle, rootfs, stdio, checkpoint, options } = request;
-        let invalid = |error: &dyn std::error::Error| TaskError::Invalid(chain(error));
-        let spec = Spec::read(&bundle).map_err(|error| invalid(&error))?;
-        let settled = options.settle(&bundle).map_err(|error| invalid(&error))?;
-        let config = settled.config.as_deref().map_or_else(Config::load, Config::from_file);
-        let config = config.map_err(|error| invalid(&error))?;
-        allow_annotations(&spec, &config)?;
+        let Prepared { spec, settled, config } = prepare(&options, &bundle).await?;
         let root = options.root.join(&shared.namespace);
         let program = options.program;
         let checkpoint = Some(checkpoint)
@@ -140,8 +135,16 @@ impl Container {
     ) -> Self {
         let state =
             if fixed.checkpoint.is_some() { State::CreatedFromCheckpoint } else { State::Created };
-        let inner =
-            Inner { state, under_way: None, short: 0, execs: HashMap::new(), cgroups: None };
+        let inner = Inner {
+            state,
+            under_way: None,
+            short: 0,
+            execs: HashMap::new(),
+            cgroups: None,
+            killed: false,
+            ended: false,
+            deleted: false,
+        };
         Self {
             init: Process::new(&id, stdio, io),
             id,
@@ -161,9 +164,8 @@ impl Container {
         let mut arguments = words(&["--bundle"]);
         arguments.push(bundle.into());
         arguments.extend(["--pid-file".into(), pid_file.clone().into()]);
-        let mut io = self.init.io.write().await;
-        let io = io.as_mut().ok_or_else(|| TaskError::Failed("no stdio".to_owned()))?;
-        if let Some(socket) = io.console_socket() {
+        let (ends, socket) = self.init.child_ends().await?;
+        if let Some(socket) = socket {
             arguments.extend(["--console-socket".into(), socket.into()]);
         }
         if *no_pivot {
@@ -173,13 +175,18 @@ impl Container {
             arguments.push("--no-new-keyring".into());
         }
         arguments.push(self.id.clone().into());
-        let ends = io.take_child_ends().map_err(|error| TaskError::failed(&error))?;
         let call = Call::new("create", arguments).with_io(CallIo::Container(ends));
         let expecting = self.shared.reaper.expect();
-        self.call(call, "OCI runtime create failed").await?;
-        let born = match io.started().await {
+        if let Err(error) = self.runtime.call(call).await {
+            if error.was_killed() {
+                // With its caller. It had no chance to remove what it had made.
+                let _ = self.runtime.call(Call::new("delete", ["--force", &self.id])).await;
+            }
+            return Err(TaskError::Runtime { what: "OCI runtime create failed", error });
+        }
+        let born = match self.init.io_started().await {
             Ok(()) => read_pid(&pid_file),
-            Err(error) => Err(TaskError::failed(&error)),
+            Err(error) => Err(error),
         };
         match born {
             Ok(pid) => {
@@ -246,9 +253,33 @@ pub(super) fn words(words: &[&str]) -> Vec<std::ffi::OsString> {
 pub(super) fn read_pid(path: &Path) -> Result<Pid, TaskError> {
     let text = fs::read_to_string(path)
         .map_err(|error| TaskError::Failed(format!("cannot read {}: {error}", path.display())))?;
-    text.trim()
-        .parse()
-        .map_err(|_| TaskError::Failed(format!("{} does not hold a pid: {text:?}", path.display())))
+    // 0 and negative numbers mean others than a process to `kill`.
+    let pid = text.trim().parse().ok().filter(|&pid| pid > 0);
+    pid.ok_or_else(|| {
+        TaskError::Failed(format!("{} does not hold a pid: {text:?}", path.display()))
+    })
+}
+
+struct Prepared {
+    spec: Spec,
+    settled: Settled,
+    config: Config,
+}
+
+/// Reads and writes the bundle's files, and checks what they ask for. Not in the runtime's thread:
+/// the paths are others', and may be on a disk that does not answer.
+async fn prepare(options: &Options, bundle: &Path) -> Result<Prepared, TaskError> {
+    let (options, bundle) = (options.clone(), bundle.to_owned());
+    let work = tokio::task::spawn_blocking(move || {
+        let invalid = |error: &dyn std::error::Error| TaskError::Invalid(chain(error));
+        let spec = Spec::read(&bundle).map_err(|error| invalid(&error))?;
+        let settled = options.settle(&bundle).map_err(|error| invalid(&error))?;
+        let config = settled.config.as_deref().map_or_else(Config::load, Config::from_file);
+        let config = config.map_err(|error| invalid(&error))?;
+        allow_annotations(&spec, &config)?;
+        Ok(Prepared { spec, settled, config })
+    });
+    work.await.map_err(|error| TaskError::failed(&error))?
 }
 
 /// What containerd asks for, or the configuration if that is more.

@@ -1,6 +1,7 @@
 //! Further processes in a container.
 
 use std::io::Write as _;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::SystemTime;
 
@@ -8,7 +9,7 @@ use containerd_shim::protos::events::task::{TaskExecAdded, TaskExecStarted};
 use tokio::sync::oneshot;
 
 use super::Container;
-use super::create::{read_pid, words};
+use super::create::{PID_FILE, read_pid, words};
 use super::lifecycle::Deleted;
 use crate::error::TaskError;
 use crate::process::{Process, UNKNOWN_STATUS};
@@ -99,7 +100,7 @@ impl Container {
             .tempfile()
             .map_err(|error| failed(&error))?;
         spec.write_all(process.spec()).map_err(|error| failed(&error))?;
-        let pid_file = self.fixed.bundle.join(format!("{}.pid", process.id));
+        let pid_file = self.exec_pid_file(&process.id);
         let mut arguments = words(&["--process"]);
         arguments.push(spec.path().into());
         if let Some(socket) = io.console_socket() {
@@ -130,6 +131,13 @@ impl Container {
         Ok(pid.cast_unsigned())
     }
 
+    fn exec_pid_file(&self, id: &str) -> PathBuf {
+        let file = PathBuf::from(format!("{id}.pid"));
+        // The name of init's, which is read after a crash.
+        let file = if file == Path::new(PID_FILE) { "exec-init.pid".into() } else { file };
+        self.fixed.bundle.join(file)
+    }
+
     async fn watch_exec(&self, process: &Process, exit: oneshot::Receiver<Exit>) {
         let Ok(exit) = exit.await else { return };
         let gate = process.gate.lock().await;
@@ -142,11 +150,13 @@ impl Container {
     /// Removes an exec that has ended, or never began.
     pub async fn delete_exec(&self, id: &str) -> Result<Deleted, TaskError> {
         let process = self.exec(id)?;
-        if process.runs() {
+        // Being started counts as running.
+        let gate = process.gate.try_lock();
+        if gate.is_err() || process.runs() {
             return Err(TaskError::Precondition("cannot delete a running process".to_owned()));
         }
         process.end_io().await;
-        let _ = std::fs::remove_file(self.fixed.bundle.join(format!("{id}.pid")));
+        let _ = std::fs::remove_file(self.exec_pid_file(id));
         self.inner().execs.remove(id);
         Ok(Deleted { pid: process.pid().cast_unsigned(), exit: process.exit() })
     }

@@ -10,6 +10,7 @@ use containerd_shim::protos::events::task::{
 use containerd_shim::protos::protobuf::MessageField;
 use nix::sys::signal::{Signal, kill};
 use tokio::sync::oneshot;
+use tokio::time::timeout;
 
 use super::create::unmount;
 use super::{Container, does_not_exist};
@@ -50,12 +51,13 @@ impl Container {
     /// Tells of init's end, once its start was told.
     pub(super) async fn watch_init(&self, exit: oneshot::Receiver<Exit>) {
         let Ok(exit) = exit.await else { return };
-        let gate = self.init.gate.lock().await;
+        // No exec begins any more.
+        self.inner().ended = true;
+        // A start that hangs does not keep the end from being known.
+        let gate = timeout(STARTING, self.init.gate.lock()).await;
         let paused = self.inner().state == State::Paused;
         if paused {
-            // Whoever else is in its cgroup could not end.
-            let resumed = self.runtime.call(Call::new("resume", [&self.id])).await;
-            tracing::debug!(container = self.id, ?resumed, "ended while it was paused");
+            self.thaw_the_dead().await;
         }
         if self.fixed.shares_pids {
             let killed = self.runtime.call(Call::new("kill", ["--all", &self.id, "KILL"])).await;
@@ -63,8 +65,12 @@ impl Container {
         }
         // Its init is the last process of which an end is told.
         let execs: Vec<_> = self.inner().execs.values().cloned().collect();
-        for exec in execs.iter().filter(|exec| exec.runs()) {
-            exec.wait().await;
+        for exec in execs {
+            let started = timeout(STARTING, exec.gate.lock()).await;
+            drop(started);
+            if exec.runs() {
+                exec.wait().await;
+            }
         }
         // What is still to be told of its memory comes before its end.
         self.shared.oom.remove(&self.id);
@@ -73,6 +79,12 @@ impl Container {
         self.init.set_exit(exit);
         self.tell_exit(&self.init, exit);
         drop(gate);
+    }
+
+    /// Whoever else is in its cgroup could not end, and runc would not delete it.
+    async fn thaw_the_dead(&self) {
+        let resumed = self.runtime.call(Call::new("resume", [&self.id])).await;
+        tracing::debug!(container = self.id, ?resumed, "ended while it was paused");
     }
 
     /// The end of init or an exec.
@@ -92,6 +104,12 @@ impl Container {
         if !exec.is_empty() {
             return self.kill_exec(exec, signal);
         }
+        let fatal = signal == Signal::SIGKILL as u32;
+        let restoring = {
+            let mut inner = self.inner();
+            inner.killed |= fatal;
+            inner.state == State::CreatedFromCheckpoint && inner.under_way.is_some()
+        };
         let mut arguments: Vec<String> = Vec::new();
         if all {
             arguments.push("--all".to_owned());
@@ -100,19 +118,17 @@ impl Container {
         let Err(error) = self.runtime.call(Call::new("kill", arguments)).await else {
             return Ok(());
         };
-        if does_not_exist(&error) && self.cancel_restore(signal) {
+        if fatal && restoring && does_not_exist(&error) {
+            // There is nothing yet that runc could be asked to kill. The engine ends what it has
+            // begun; a plain `runc restore` goes on, and ends what it has restored.
+            let engine = self.restoring.load(Ordering::Relaxed);
+            if engine > 0 {
+                let _ = kill(nix::unistd::Pid::from_raw(engine), Signal::SIGTERM);
+            }
             return Ok(());
         }
+        self.inner().killed = false;
         Err(kill_error(&self.id, error))
-    }
-
-    /// While `runc restore` runs there is nothing yet that it could be asked to kill.
-    fn cancel_restore(&self, signal: u32) -> bool {
-        let engine = self.restoring.load(Ordering::Relaxed);
-        let ends = [Signal::SIGKILL, Signal::SIGTERM].map(|signal| signal as u32);
-        engine != 0
-            && ends.contains(&signal)
-            && kill(nix::unistd::Pid::from_raw(engine), Signal::SIGTERM).is_ok()
     }
 
     fn kill_exec(&self, exec: &str, signal: u32) -> Result<(), TaskError> {
@@ -136,6 +152,18 @@ impl Container {
         let _under_way = self.begin(Action::Pause).await?;
         let call = Call::new("pause", [&self.id]).through_engine(self.fixed.journal.exists());
         self.call(call, "OCI runtime pause failed").await?;
+        let (killed, state) = {
+            let inner = self.inner();
+            (inner.killed || inner.ended, inner.state)
+        };
+        if killed || state != State::Running {
+            // With the v1 freezer a process that was killed just before it was frozen does not end.
+            self.thaw_the_dead().await;
+            return Err(TaskError::Precondition(format!(
+                "container {}: it was killed while it was paused",
+                self.id
+            )));
+        }
         self.change_state(State::Running, State::Paused);
         let container_id = self.id.clone();
         self.tell(TaskPaused { container_id, ..TaskPaused::default() });
@@ -183,23 +211,23 @@ impl Container {
     /// Removes what there is of it. Never waits for an operation: one that is under way finds the
     /// container gone.
     pub async fn delete(&self) -> Result<Deleted, TaskError> {
-        self.allow(&self.inner(), Action::Delete)?;
+        let deleting = self.begin_delete()?;
         let in_use = self.fixed.journal.in_use();
         let call = Call::new("delete", [&self.id]).through_engine(in_use);
-        let deleted = match self.runtime.call(call).await {
+        match self.runtime.call(call).await {
+            // Nothing is taken from what still runs.
             Err(error) if !does_not_exist(&error) => {
-                Err(TaskError::Runtime { what: "failed to delete task", error })
+                return Err(TaskError::Runtime { what: "failed to delete task", error });
             }
-            _ => Ok(()),
-        };
-        if deleted.is_ok() && self.init.runs() {
+            _ => {}
+        }
+        if self.init.runs() {
             // It was created and never started, and runc has just ended it: that is told first.
-            let _ = tokio::time::timeout(ENDING, self.init.wait()).await;
+            let _ = timeout(ENDING, self.init.wait()).await;
         }
         self.init.end_io().await;
         self.shared.oom.remove(&self.id);
         let unmounted = unmount(self.fixed.rootfs.as_deref()).await;
-        deleted?;
         if let Some(error) = unmounted {
             return Err(TaskError::Failed(format!("failed rootfs umount: {error}")));
         }
@@ -216,9 +244,42 @@ impl Container {
             exited_at: MessageField::from_option(exit.map(|exit| timestamp(exit.at))),
             ..TaskDelete::default()
         });
+        deleting.done();
         Ok(Deleted { pid, exit })
     }
+
+    /// Only one Delete at a time, and only one that succeeds.
+    fn begin_delete(&self) -> Result<Deleting<'_>, TaskError> {
+        let mut inner = self.inner();
+        if inner.deleted {
+            return Err(TaskError::NotFound(format!("container {} is being deleted", self.id)));
+        }
+        self.allow(&inner, Action::Delete)?;
+        inner.deleted = true;
+        Ok(Deleting { container: self, done: false })
+    }
 }
+
+/// Given up unless it is done.
+struct Deleting<'a> {
+    container: &'a Container,
+    done: bool,
+}
+
+impl Deleting<'_> {
+    fn done(mut self) {
+        self.done = true;
+    }
+}
+
+impl Drop for Deleting<'_> {
+    fn drop(&mut self) {
+        self.container.inner().deleted = self.done;
+    }
+}
+
+/// How long a start is waited for before an end is told without it.
+const STARTING: Duration = Duration::from_secs(10);
 
 /// How long a process that runc has killed may take to be reaped.
 const ENDING: Duration = Duration::from_secs(2);

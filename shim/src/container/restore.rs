@@ -9,7 +9,7 @@ use stasis_hooks::runc::criu::{LogStore, RESTORE_LOG};
 use super::create::{PID_FILE, read_pid, words};
 use super::{Container, Fixed};
 use crate::error::TaskError;
-use crate::process::UNKNOWN_STATUS;
+use crate::process::{KILLED, UNKNOWN_STATUS};
 use crate::reaper::Exit;
 use crate::runc::{Call, CallIo};
 use crate::state::State;
@@ -27,23 +27,22 @@ impl Container {
             let _ = self.runtime.call(call.through_engine(in_use)).await;
             self.set_state(State::Stopped);
             self.init.end_io_at_once().await;
-            self.init.set_exit(Exit { status: UNKNOWN_STATUS, at: SystemTime::now() });
+            let status = if self.inner().killed { KILLED } else { UNKNOWN_STATUS };
+            self.init.set_exit(Exit { status, at: SystemTime::now() });
         }
         restored
     }
 
     async fn run_restore(self: &Arc<Self>) -> Result<(), TaskError> {
         let Fixed { bundle, checkpoint, criu_work, no_pivot, .. } = &self.fixed;
-        let failed = |error: &dyn std::error::Error| TaskError::failed(error);
         let image = checkpoint.as_deref().unwrap_or(Path::new(""));
         let pid_file = bundle.join(PID_FILE);
         let mut arguments = words(&["--image-path"]);
         arguments.push(image.into());
         arguments.extend(["--work-path".into(), criu_work.into(), "--detach".into()]);
         arguments.extend(["--pid-file".into(), pid_file.clone().into()]);
-        let mut io = self.init.io.write().await;
-        let io = io.as_mut().ok_or_else(|| TaskError::Failed("it was deleted".to_owned()))?;
-        if let Some(socket) = io.console_socket() {
+        let (ends, socket) = self.init.child_ends().await?;
+        if let Some(socket) = socket {
             arguments.extend(["--console-socket".into(), socket.into()]);
         }
         if *no_pivot {
@@ -52,33 +51,46 @@ impl Container {
         // The one dash is that of containerd's own shim.
         arguments.extend(["-no-subreaper".into(), "--bundle".into(), bundle.into()]);
         arguments.push(self.id.clone().into());
-        let ends = io.take_child_ends().map_err(|error| failed(&error))?;
         let mut call =
             Call::new("restore", arguments).with_io(CallIo::Container(ends)).through_engine(true);
         call.pid = Some(Arc::clone(&self.restoring));
         let expecting = self.shared.reaper.expect();
+        self.refuse_if_killed()?;
         if let Err(error) = self.call(call, "OCI runtime restore failed").await {
-            return Err(self.with_restore_log(error));
+            self.refuse_if_killed()?;
+            return Err(self.with_restore_log(error).await);
         }
-        io.started().await.map_err(|error| failed(&error))?;
+        // Before it is anybody's: what has been killed meanwhile never ran.
+        self.refuse_if_killed()?;
+        self.init.io_started().await?;
         self.born(read_pid(&pid_file)?, &expecting);
+        Ok(())
+    }
+
+    fn refuse_if_killed(&self) -> Result<(), TaskError> {
+        if self.inner().killed {
+            let text = format!("container {}: it was killed while it was restored", self.id);
+            return Err(TaskError::Precondition(text));
+        }
         Ok(())
     }
 
     /// CRIU's log lies in the bundle, which goes with the container: what names no other gets a
     /// copy that stays.
-    fn with_restore_log(&self, error: TaskError) -> TaskError {
+    async fn with_restore_log(&self, error: TaskError) -> TaskError {
         let log = self.fixed.criu_work.join(RESTORE_LOG);
         let words = error.to_string();
-        if words.contains("CRIU's log: ") || !log.is_file() {
+        if words.contains("CRIU's log: ") {
             return error;
         }
         let settings = &self.fixed.config.log;
         let keep = usize::try_from(settings.keep).unwrap_or(usize::MAX);
         let store = LogStore { directory: settings.directory.clone(), keep };
-        match store.save(&log, self.id.as_ref()) {
-            Ok(copy) => TaskError::Failed(format!("{words}; CRIU's log: {}", copy.display())),
-            Err(_) => error,
+        let id = self.id.clone();
+        let saved = tokio::task::spawn_blocking(move || store.save(&log, id.as_ref())).await;
+        match saved {
+            Ok(Ok(copy)) => TaskError::Failed(format!("{words}; CRIU's log: {}", copy.display())),
+            Ok(Err(_)) | Err(_) => error,
         }
     }
 }

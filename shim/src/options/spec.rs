@@ -12,14 +12,14 @@ const FILE: &str = "config.json";
 /// config.json.
 #[derive(Debug, Default, Deserialize)]
 pub struct Spec {
-    annotations: Option<HashMap<String, String>>,
+    annotations: Option<HashMap<String, Option<String>>>,
     linux: Option<Linux>,
 }
 
 #[derive(Debug, Default, Deserialize)]
 struct Linux {
-    #[serde(default, rename = "cgroupsPath")]
-    cgroups_path: String,
+    #[serde(rename = "cgroupsPath")]
+    cgroups_path: Option<String>,
     namespaces: Option<Vec<Namespace>>,
 }
 
@@ -67,14 +67,14 @@ impl Spec {
     /// An annotation that says something.
     #[must_use]
     pub fn annotation(&self, name: &str) -> Option<&str> {
-        let value = self.annotations.as_ref()?.get(name)?;
+        let value = self.annotations.as_ref()?.get(name)?.as_ref()?;
         (!value.is_empty()).then_some(value.as_str())
     }
 
     /// All annotations.
     pub fn annotations(&self) -> impl Iterator<Item = (&str, &str)> {
         let all = self.annotations.iter().flatten();
-        all.map(|(name, value)| (name.as_str(), value.as_str()))
+        all.map(|(name, value)| (name.as_str(), value.as_deref().unwrap_or_default()))
     }
 
     /// Whether its processes are not in a pid namespace of its own, and so do not end with its
@@ -91,7 +91,8 @@ impl Spec {
     /// Whether the cgroup is one of systemd's: `slice:prefix:name`, and not a path.
     #[must_use]
     pub fn is_systemd(&self) -> bool {
-        let path = self.linux.as_ref().map_or("", |linux| linux.cgroups_path.as_str());
+        let path = self.linux.as_ref().and_then(|linux| linux.cgroups_path.as_deref());
+        let path = path.unwrap_or_default();
         !path.starts_with('/') && path.split(':').count() == 3
     }
 }

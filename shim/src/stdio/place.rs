@@ -34,7 +34,7 @@ pub(super) async fn open_output(place: Place) -> Result<Sink, StdioError> {
                 move || open_file(&path)
             });
             let file = file.await.map_err(StdioError::failed("open a log file"))??;
-            return Ok(Sink::File { file: Arc::new(file), path });
+            return Ok(Sink::File { file: Arc::new(file), path, losing: false });
         }
         Place::Existing(path) => path,
     };
@@ -46,7 +46,7 @@ pub(super) async fn open_output(place: Place) -> Result<Sink, StdioError> {
         return Ok(Sink::Fifo { to, hold });
     }
     let file = Arc::new(open(&path, OpenOptions::new().append(true))?);
-    Ok(Sink::File { file, path })
+    Ok(Sink::File { file, path, losing: false })
 }
 
 fn open(path: &Path, options: &mut OpenOptions) -> Result<File, StdioError> {
@@ -65,6 +65,8 @@ fn open_file(path: &Path) -> Result<File, StdioError> {
         .append(true)
         .create(true)
         .mode(0o644)
+        // A FIFO that nobody reads is refused and not waited for.
+        .custom_flags(O_NONBLOCK)
         .open(path)
         .map_err(StdioError::path("open", path))
 }

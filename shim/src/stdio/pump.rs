@@ -38,6 +38,8 @@ pub(super) enum Sink {
         file: Arc<File>,
         /// For the log.
         path: PathBuf,
+        /// Whether the last piece was lost, and so was told of.
+        losing: bool,
     },
     /// Nobody asked for it.
     Nowhere,
@@ -56,10 +58,18 @@ impl Sink {
             }
             Self::Nowhere => Ok(()),
         };
+        if let Self::File { losing, .. } = self
+            && failed.is_ok()
+        {
+            *losing = false;
+        }
         let Err(error) = failed else { return };
-        if let Self::File { path, .. } = self {
-            // Perhaps only now: the next piece is tried again.
-            tracing::warn!(%error, path = %path.display(), "a container's output is lost");
+        if let Self::File { path, losing, .. } = self {
+            // Perhaps only now: the next piece is tried again. Told once, or a full disk would get a
+            // line for each.
+            if !std::mem::replace(losing, true) {
+                tracing::warn!(%error, path = %path.display(), "a container's output is lost");
+            }
         } else {
             tracing::warn!(%error, "a container's output is lost from now on");
             *self = Self::Nowhere;

@@ -196,6 +196,7 @@ impl World {
             reaper: Reaper::start().unwrap(),
             oom: Arc::new(OomWatcher::new(|_| ())),
             log_level: "warn".to_owned(),
+            operations: tokio_util::task::TaskTracker::new(),
         };
         let service = Service::new(Arc::new(Tasks::new(shared)));
         Self { service, runtime, directory, events, _containerd: containerd }
