@@ -16,7 +16,7 @@ use nix::mount::{MntFlags, umount2};
 
 use crate::bundle::lay_out;
 use crate::case::Case;
-use crate::shim::{Shim, stand_in};
+use crate::shim::Shim;
 use crate::task::{Answer, TaskClient};
 use crate::{command, wait};
 
@@ -64,23 +64,20 @@ impl ByHand {
             checkpoint: checkpoint.map(|path| path.display().to_string()).unwrap_or_default(),
             ..Default::default()
         };
-        if let Some(options) = self.options() {
-            request.set_options(options);
-        }
+        request.set_options(self.options());
         self.client.create(&request)
     }
 
-    fn options(&self) -> Option<Any> {
+    fn options(&self) -> Any {
         let (type_url, value) = match self.shim {
             Shim::Go | Shim::StasisAsV2 => {
                 let binary_name = self.runc.display().to_string();
                 let options = Options { binary_name, ..Default::default() };
                 ("containerd.runc.v1.Options", options.write_to_bytes().unwrap_or_default())
             }
-            Shim::Stasis if stand_in().is_some() => return None,
             Shim::Stasis => ("runtimeoptions.v1.Options", config_path(&self.config)),
         };
-        Some(Any { type_url: type_url.to_owned(), value, ..Default::default() })
+        Any { type_url: type_url.to_owned(), value, ..Default::default() }
     }
 
     /// `Shutdown`, after which the shim has to end.

@@ -1,6 +1,6 @@
 //! The shims that the same tests are run through.
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 /// Which shim a container gets, and under which name containerd knows it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -49,10 +49,7 @@ impl Shim {
             Self::Go | Self::StasisAsV2 => pair("--runc-binary", runc),
             Self::Stasis => {
                 let mut arguments = vec!["--runtime".to_owned(), self.runtime().to_owned()];
-                // A shim that stands for ours knows no such file.
-                if stand_in().is_none() {
-                    arguments.extend(pair("--runtime-config-path", config));
-                }
+                arguments.extend(pair("--runtime-config-path", config));
                 arguments
             }
         }
@@ -66,10 +63,4 @@ impl Shim {
             Self::Stasis => "io.containerd.runc.stasis",
         }
     }
-}
-
-/// Another shim to take for ours: with containerd's own, the tests test themselves.
-#[must_use]
-pub fn stand_in() -> Option<PathBuf> {
-    std::env::var_os("SHIM_STAND_IN").map(PathBuf::from)
 }

@@ -1,7 +1,7 @@
 //! Containerds that know the tests' image, and what each finds in its environment.
 
-use std::fs::{self, Permissions};
-use std::os::unix::fs::{PermissionsExt, symlink};
+use std::fs;
+use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
@@ -11,7 +11,6 @@ use nix::unistd::Pid;
 
 use crate::containerd::{Containerd, Environment};
 use crate::ctr::Ctr;
-use crate::shim::stand_in;
 use crate::{processes, wait};
 
 /// Which shim a containerd finds under the name `containerd-shim-runc-v2`.
@@ -119,18 +118,11 @@ fn case_link(directory: &Path) -> PathBuf {
 fn ours(directory: &Path, binaries: &Path) -> Result<Environment> {
     let path = directory.join("bin");
     fs::create_dir_all(&path)?;
-    let shim = stand_in().unwrap_or_else(|| binaries.join("containerd-shim-runc-stasis"));
+    let shim = binaries.join("containerd-shim-runc-stasis");
     for name in ["containerd-shim-runc-stasis", "containerd-shim-runc-v2"] {
         symlink(&shim, path.join(name))?;
     }
     let case = case_link(directory);
-    if stand_in().is_some() {
-        // It has no configuration in which another runc could be named.
-        let runc = path.join("runc");
-        let inner = case.join("runtime/inner-runc");
-        fs::write(&runc, format!("#!/bin/sh\nexec {} \"$@\"\n", inner.display()))?;
-        fs::set_permissions(&runc, Permissions::from_mode(0o755))?;
-    }
     let variables = vec![
         ("STASIS_CONFIG", case.join("runtime/config.toml")),
         ("EMULATED_GPU_DIR", case.join("gpu")),

@@ -79,7 +79,7 @@ fn bench() -> Result<()> {
     )?;
     both(&sides, |side| side.remove(&ids[side.number]))?;
     compare(&sides, "1 GiB of output through `ctr run`, MiB/s", SLOW, Side::throughput)?;
-    compare(&sides, "size of the binary, kB", 1, Side::size)
+    compare(&sides, "size of the binary (ours with line tables), kB", 1, Side::size)
 }
 
 /// The machine and the versions, for people who read the numbers later.

@@ -37,10 +37,7 @@ impl Container {
             return Err(TaskError::Invalid(format!("an exec cannot be called {id:?}")));
         }
         let mut inner = self.inner();
-        inner
-            .state
-            .allow(Action::Exec)
-            .map_err(|refused| TaskError::State { container: self.id.clone(), refused })?;
+        self.allow(&inner, Action::Exec)?;
         if inner.execs.contains_key(&id) || id == self.id {
             return Err(TaskError::AlreadyExists(format!(
                 "container {}: process {id} exists",
