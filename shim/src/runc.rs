@@ -7,6 +7,7 @@
 use std::ffi::{OsStr, OsString};
 use std::fs::File;
 use std::io::{self, Read, Seek, SeekFrom, Write};
+use std::os::unix::fs::MetadataExt as _;
 use std::os::unix::process::CommandExt as _;
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode, Output, Stdio};
@@ -355,6 +356,20 @@ impl<'a> LogTail<'a> {
             (line["level"] == "error").then(|| line["msg"].as_str().map(str::to_owned))?
         })
     }
+}
+
+/// Whether a call through the engine is still the engine, and has not become runc.
+#[must_use]
+pub fn is_engine(pid: Pid) -> bool {
+    let same = |program: &Path| {
+        let (own, other) = (Path::new("/proc/self/exe").metadata(), program.metadata());
+        own.is_ok_and(|own| {
+            other.is_ok_and(|other| (own.dev(), own.ino()) == (other.dev(), other.ino()))
+        })
+    };
+    let program = PathBuf::from(format!("/proc/{pid}/exe"));
+    let name = std::fs::read_link(&program).unwrap_or_default();
+    same(&program) || name.file_name().is_some_and(|name| name == "stasis-runc")
 }
 
 /// Removes a container whose server is gone: through the engine, since its journal goes with it.

@@ -5,6 +5,7 @@
 
 mod common;
 
+use std::os::unix::process::CommandExt as _;
 use std::process::Command;
 use std::time::Duration;
 
@@ -277,6 +278,36 @@ fn a_kill_during_a_pause_is_not_lost() {
         world.delete("c1").await.unwrap();
         assert_eq!(world.events(4).await[2..], ["/tasks/exit c1", "/tasks/delete"]);
     });
+}
+
+#[test]
+fn a_dump_that_hangs_is_ended_with_the_dead_unless_the_end_was_asked_for() {
+    for (exit, ends) in [(false, true), (true, false)] {
+        run(async {
+            let world = World::new().await;
+            world.running("c1").await;
+            let criu = Command::new("sleep").arg("1000").process_group(0).spawn().unwrap().id();
+            *world.runtime.engine.lock().unwrap() = Some(criu.cast_signed());
+            let dump = world.runtime.hold("checkpoint");
+            let checkpoint = world.checkpoint_and("c1", exit);
+            world.runtime.called("checkpoint").await;
+            world.kill("c1").await.unwrap();
+            world.events(3).await;
+            let running = || std::path::Path::new(&format!("/proc/{criu}")).exists();
+            tokio::time::pause();
+            tokio::time::sleep(Duration::from_secs(7)).await;
+            tokio::time::resume();
+            for _ in 0..100 {
+                tokio::time::sleep(Duration::from_millis(5)).await;
+            }
+            assert_eq!(running(), !ends, "with exit {exit}");
+            if running() {
+                kill(criu.cast_signed());
+            }
+            dump.notify_one();
+            let _ = checkpoint.await;
+        });
+    }
 }
 
 #[test]

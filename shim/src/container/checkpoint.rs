@@ -14,7 +14,7 @@ use stasis_hooks::runc::criu::{DUMP_LOG, open_log};
 use super::Container;
 use super::create::words;
 use crate::error::TaskError;
-use crate::runc::{Call, RuncError};
+use crate::runc::{Call, RuncError, is_engine};
 use crate::state::Action;
 
 /// A checkpoint that is asked for.
@@ -74,7 +74,7 @@ impl Container {
         let temporary = self.fixed.bundle.join("work/criu-work");
         let work = request.work.as_ref().unwrap_or(&temporary);
         let call = Call::new("checkpoint", request.arguments(work, &self.id)).through_engine(true);
-        let result = match self.call_for_the_living(call).await {
+        let result = match self.call_engine(call, request.exit).await {
             Ok(_) => Ok(()),
             Err(error) => Err(self.explain(error, work).await),
         };
@@ -85,8 +85,11 @@ impl Container {
             tracing::error!(container = self.id, phase = "checkpoint", "{error}");
             return result;
         }
-        let container_id = self.id.clone();
-        self.tell(TaskCheckpointed { container_id, ..TaskCheckpointed::default() });
+        self.tell(TaskCheckpointed {
+            container_id: self.id.clone(),
+            checkpoint: request.image.display().to_string(),
+            ..TaskCheckpointed::default()
+        });
         Ok(())
     }
 
@@ -109,13 +112,14 @@ impl Container {
         }
     }
 
-    /// A call that is of no use once init has ended. Most notice by themselves; CRIU has been seen
-    /// to wait for ever for a process that was killed.
-    async fn call_for_the_living(&self, mut call: Call) -> Result<String, RuncError> {
+    /// Calls the engine. If the container ends before, a `runc checkpoint` that goes on is ended, since
+    /// CRIU has been seen to wait for ever for a process that was killed. Not where the end was asked
+    /// for, and not the engine itself: it notices, and may be about to make a good image whole.
+    async fn call_engine(&self, mut call: Call, exit: bool) -> Result<String, RuncError> {
         // At its end the shim waits for this.
         let _operation = self.shared.operations.token();
-        let engine = Arc::new(AtomicI32::new(0));
-        call.pid = Some(Arc::clone(&engine));
+        let pid = Arc::new(AtomicI32::new(0));
+        call.pid = Some(Arc::clone(&pid));
         let calling = self.runtime.call(call);
         tokio::pin!(calling);
         let dead = async {
@@ -124,12 +128,16 @@ impl Container {
         };
         tokio::select! {
             made = &mut calling => return made,
-            () = dead => {}
+            () = dead, if !exit => {}
         }
-        let group = engine.load(Ordering::Relaxed);
-        tracing::warn!(container = self.id, group, "what goes on with the dead is ended");
-        if group > 0 {
-            let group = nix::unistd::Pid::from_raw(group);
+        let pid = pid.load(Ordering::Relaxed);
+        if pid > 0 && !is_engine(pid) {
+            tracing::warn!(
+                container = self.id,
+                pid,
+                "a checkpoint that goes on with the dead is ended"
+            );
+            let group = nix::unistd::Pid::from_raw(pid);
             let _ = nix::sys::signal::killpg(group, nix::sys::signal::Signal::SIGKILL);
         }
         calling.await

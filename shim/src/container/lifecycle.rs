@@ -105,10 +105,11 @@ impl Container {
             return self.kill_exec(exec, signal);
         }
         let fatal = signal == Signal::SIGKILL as u32;
-        let restoring = {
+        let (before, restoring) = {
             let mut inner = self.inner();
+            let before = inner.killed;
             inner.killed |= fatal;
-            inner.state == State::CreatedFromCheckpoint && inner.under_way.is_some()
+            (before, inner.state == State::CreatedFromCheckpoint && inner.under_way.is_some())
         };
         let mut arguments: Vec<String> = Vec::new();
         if all {
@@ -127,7 +128,8 @@ impl Container {
             }
             return Ok(());
         }
-        self.inner().killed = false;
+        // One that was accepted before still counts.
+        self.inner().killed = before;
         Err(kill_error(&self.id, error))
     }
 

@@ -19,6 +19,7 @@ use containerd_shim::protos::api::{
 use containerd_shim::protos::protobuf::well_known_types::any::Any;
 use containerd_shim::protos::protobuf::{Message as _, MessageField};
 use containerd_shim::protos::shim::events::ForwardRequest;
+use containerd_shim::protos::shim::oci::CheckpointOptions;
 use containerd_shim::protos::shim_async::{Events, Task as _, create_events};
 use containerd_shim::protos::ttrpc;
 use containerd_shim::protos::ttrpc::asynchronous::{Server, TtrpcContext};
@@ -277,10 +278,29 @@ impl World {
 
     /// Asks for a checkpoint, in a task that can be aborted.
     pub(crate) fn checkpoint(&self, id: &str) -> tokio::task::JoinHandle<ttrpc::Result<Empty>> {
+        self.checkpoint_and(id, false)
+    }
+
+    /// The same, after which the container may have to end.
+    pub(crate) fn checkpoint_and(
+        &self,
+        id: &str,
+        exit: bool,
+    ) -> tokio::task::JoinHandle<ttrpc::Result<Empty>> {
         let service = self.service.clone();
         let path = self.directory.path().join("image").display().to_string();
-        let request =
-            CheckpointTaskRequest { id: id.to_owned(), path, ..CheckpointTaskRequest::default() };
+        let options = CheckpointOptions { exit, ..CheckpointOptions::default() };
+        let options = Any {
+            type_url: "containerd.runc.v1.CheckpointOptions".to_owned(),
+            value: options.write_to_bytes().unwrap(),
+            ..Any::default()
+        };
+        let request = CheckpointTaskRequest {
+            id: id.to_owned(),
+            path,
+            options: MessageField::some(options),
+            ..CheckpointTaskRequest::default()
+        };
         tokio::spawn(async move { service.checkpoint(&context(), request).await })
     }
 
