@@ -327,7 +327,12 @@ fn a_parked_stdin_keeps_neither_the_runtime_nor_the_fifo() {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
     let ours = runtime.block_on(async {
         let mut ours = open(&request).await;
-        ends(start(&mut ours, "exec true").await).await;
+        // It lives until the copying has begun: for one that is gone nothing is begun.
+        let mut process = start(&mut ours, "exec sleep 1000").await;
+        until(|| is_read(&stdin)).await;
+        tokio::time::sleep(SHORT).await;
+        process.kill().unwrap();
+        ends(process).await;
         ours
     });
     assert!(is_read(&stdin));
