@@ -10,7 +10,7 @@ use std::process::Command;
 use std::time::Duration;
 
 use common::{World, context, refusal, run};
-use containerd_shim::protos::api::{PauseRequest, ResumeRequest, Status, WaitRequest};
+use containerd_shim::protos::api::Status;
 use containerd_shim::protos::shim_async::Task as _;
 use containerd_shim::protos::ttrpc::Code;
 
@@ -75,13 +75,11 @@ fn during_a_checkpoint_all_else_is_answered_or_refused_at_once() {
         world.runtime.called("checkpoint").await;
         assert_eq!(world.status("c1").await, Status::RUNNING);
 
-        let pause = PauseRequest { id: "c1".to_owned(), ..Default::default() };
-        let resume = ResumeRequest { id: "c1".to_owned(), ..Default::default() };
         let second = world.checkpoint("c1").await.unwrap();
         for (code, words) in [
-            refusal(world.service.pause(&context(), pause).await),
+            refusal(world.pause("c1").await),
             refusal(second),
-            refusal(world.service.resume(&context(), resume).await),
+            refusal(world.resume("c1").await),
             refusal(world.exec("c1", "e1").await),
         ] {
             assert_eq!(code, Code::FAILED_PRECONDITION);
@@ -90,8 +88,7 @@ fn during_a_checkpoint_all_else_is_answered_or_refused_at_once() {
 
         // A kill wins, and the dead is deleted without waiting for the dump.
         world.kill("c1").await.unwrap();
-        let wait = WaitRequest { id: "c1".to_owned(), ..Default::default() };
-        assert_eq!(world.service.wait(&context(), wait).await.unwrap().exit_status, 137);
+        assert_eq!(world.wait("c1").await.unwrap(), 137);
         assert_eq!(world.status("c1").await, Status::STOPPED);
         assert_eq!(world.delete("c1").await.unwrap(), 137);
         assert!(!checkpoint.is_finished());
@@ -141,8 +138,7 @@ fn a_paused_one_is_paused_all_the_time_and_told() {
     run(async {
         let world = World::new().await;
         world.running("c1").await;
-        let pause = PauseRequest { id: "c1".to_owned(), ..Default::default() };
-        world.service.pause(&context(), pause).await.unwrap();
+        world.pause("c1").await.unwrap();
         let dump = world.runtime.hold("checkpoint");
         let checkpoint = world.checkpoint("c1");
         world.runtime.called("checkpoint").await;
@@ -150,8 +146,7 @@ fn a_paused_one_is_paused_all_the_time_and_told() {
         dump.notify_one();
         checkpoint.await.unwrap().unwrap();
         assert_eq!(world.status("c1").await, Status::PAUSED);
-        let resume = ResumeRequest { id: "c1".to_owned(), ..Default::default() };
-        world.service.resume(&context(), resume).await.unwrap();
+        world.resume("c1").await.unwrap();
         assert_eq!(world.status("c1").await, Status::RUNNING);
         assert_eq!(
             world.events(5).await[2..],
@@ -165,11 +160,9 @@ fn a_resume_that_fails_leaves_it_paused() {
     run(async {
         let world = World::new().await;
         world.running("c1").await;
-        let pause = PauseRequest { id: "c1".to_owned(), ..Default::default() };
-        world.service.pause(&context(), pause).await.unwrap();
+        world.pause("c1").await.unwrap();
         world.runtime.fail("resume", "stasis: no");
-        let resume = ResumeRequest { id: "c1".to_owned(), ..Default::default() };
-        let (_, words) = refusal(world.service.resume(&context(), resume).await);
+        let (_, words) = refusal(world.resume("c1").await);
         assert!(words.contains("OCI runtime resume failed"), "{words}");
         assert_eq!(world.status("c1").await, Status::PAUSED);
     });
@@ -183,13 +176,11 @@ fn a_failed_restore_leaves_no_process_and_can_be_deleted() {
         assert_eq!(pid, 0);
         assert_eq!(world.runtime.calls(), Vec::<String>::new());
         world.runtime.fail("restore", "criu failed");
-        let (wait, context) =
-            (WaitRequest { id: "c1".to_owned(), ..Default::default() }, context());
-        let (waited, ()) = tokio::join!(world.service.wait(&context, wait), async {
+        let (waited, ()) = tokio::join!(world.wait("c1"), async {
             let (_, words) = refusal(world.start("c1").await);
             assert!(words.contains("OCI runtime restore failed"), "{words}");
         });
-        assert_eq!(waited.unwrap().exit_status, 255);
+        assert_eq!(waited.unwrap(), 255);
         assert_eq!(world.status("c1").await, Status::STOPPED);
         world.delete("c1").await.unwrap();
         let calls = world.runtime.calls();
@@ -263,9 +254,7 @@ fn a_kill_during_a_pause_is_not_lost() {
         let world = World::new().await;
         world.running("c1").await;
         let pausing = world.runtime.hold("pause");
-        let pause = PauseRequest { id: "c1".to_owned(), ..Default::default() };
-        let context = context();
-        let (paused, ()) = tokio::join!(world.service.pause(&context, pause), async {
+        let (paused, ()) = tokio::join!(world.pause("c1"), async {
             world.runtime.called("pause").await;
             world.kill("c1").await.unwrap();
             // Its end is told while runc still pauses.
@@ -415,8 +404,7 @@ fn what_ends_while_it_is_paused_is_thawed() {
     run(async {
         let world = World::new().await;
         world.running("c1").await;
-        let pause = PauseRequest { id: "c1".to_owned(), ..Default::default() };
-        world.service.pause(&context(), pause).await.unwrap();
+        world.pause("c1").await.unwrap();
         world.runtime.end();
         world.events(4).await;
         assert!(world.runtime.calls().contains(&"resume c1".to_owned()));

@@ -14,7 +14,7 @@ use std::time::Duration;
 use async_trait::async_trait;
 use containerd_shim::protos::api::{
     CheckpointTaskRequest, CreateTaskRequest, DeleteRequest, Empty, ExecProcessRequest,
-    KillRequest, StartRequest, StateRequest, Status,
+    KillRequest, PauseRequest, ResumeRequest, StartRequest, StateRequest, Status, WaitRequest,
 };
 use containerd_shim::protos::protobuf::well_known_types::any::Any;
 use containerd_shim::protos::protobuf::{Message as _, MessageField};
@@ -264,6 +264,22 @@ impl World {
     pub(crate) async fn status(&self, id: &str) -> Status {
         let request = StateRequest { id: id.to_owned(), ..StateRequest::default() };
         self.service.state(&context(), request).await.unwrap().status.unwrap()
+    }
+
+    pub(crate) async fn pause(&self, id: &str) -> ttrpc::Result<()> {
+        let request = PauseRequest { id: id.to_owned(), ..PauseRequest::default() };
+        self.service.pause(&context(), request).await.map(drop)
+    }
+
+    pub(crate) async fn resume(&self, id: &str) -> ttrpc::Result<()> {
+        let request = ResumeRequest { id: id.to_owned(), ..ResumeRequest::default() };
+        self.service.resume(&context(), request).await.map(drop)
+    }
+
+    /// Waits for the end of init; gives its status.
+    pub(crate) async fn wait(&self, id: &str) -> ttrpc::Result<u32> {
+        let request = WaitRequest { id: id.to_owned(), ..WaitRequest::default() };
+        Ok(self.service.wait(&context(), request).await?.exit_status)
     }
 
     pub(crate) async fn kill(&self, id: &str) -> ttrpc::Result<()> {
