@@ -1,10 +1,12 @@
 //! Containers begin and end.
 
+use std::path::Path;
 use std::process::Stdio;
 
 use anyhow::{Context, Result, ensure};
 use stasis_integration::case::{Case, Container};
 use stasis_integration::ctr::Status;
+use stasis_integration::image;
 
 use super::{Check, LIMIT, Seen, code, ctr, foreground, idle, script};
 use stasis_integration::wait;
@@ -16,6 +18,7 @@ pub(crate) const CHECKS: &[Check] = &[
     Check::same("bad_mount", bad_mount),
     Check::same("environment", environment),
     Check::same("output_and_error", output_and_error),
+    Check::same("named_by_its_path", named_by_its_path),
 ];
 
 fn exit_codes(case: &Case, seen: &mut Seen) -> Result<()> {
@@ -92,5 +95,21 @@ fn output_and_error(case: &Case, seen: &mut Seen) -> Result<()> {
     let info = ctr(case, &["containers", "info", &id])?.stdout;
     let info: serde_json::Value = serde_json::from_str(&info).context("ctr containers info")?;
     ensure!(info["Runtime"]["Name"] == case.shim().runtime(), "{}", info["Runtime"]);
+    Ok(())
+}
+
+/// As CRI's `runtime_path` does it.
+fn named_by_its_path(case: &Case, seen: &mut Seen) -> Result<()> {
+    let command = case.containerd().shim_command(case.shim());
+    let program = Path::new(command.get_program());
+    let path =
+        if program.is_absolute() { program.into() } else { Path::new("/usr/bin").join(program) };
+    let (path, id) = (path.display().to_string(), case.new_id());
+    let run =
+        ["run", "--rm", "--runtime", &path, image::NAME, &id, "/bin/sh", "-c", "echo hi; exit 3"];
+    let finished = ctr(case, &run)?;
+    seen.note("exit code", code(&finished));
+    seen.note("output", finished.stdout);
+    seen.note("error", case.normal(&finished.stderr));
     Ok(())
 }
