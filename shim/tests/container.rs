@@ -306,9 +306,16 @@ fn it_is_deleted_once() {
         world.running("c1").await;
         world.kill("c1").await.unwrap();
         world.events(3).await;
-        let (first, second) = tokio::join!(world.delete("c1"), world.delete("c1"));
+        let deleting = world.runtime.hold("delete");
+        let (first, second) = tokio::join!(world.delete("c1"), async {
+            world.runtime.called("delete").await;
+            let limit = Duration::from_secs(5);
+            let second = tokio::time::timeout(limit, world.delete("c1")).await;
+            deleting.notify_one();
+            second
+        });
         assert_eq!(first.unwrap(), 137);
-        assert_eq!(refusal(second).0, Code::NOT_FOUND);
+        assert_eq!(refusal(second.expect("it waits for the first")).0, Code::NOT_FOUND);
         tokio::time::sleep(Duration::from_millis(50)).await;
         assert_eq!(world.events(4).await.len(), 4);
     });
