@@ -36,7 +36,7 @@ pub use self::error::StdioError;
 
 use self::console::ConsoleSocket;
 use self::logger::Logger;
-use self::place::{open_input, open_output};
+use self::place::{Input, open_input, open_output};
 use self::polled::Polled;
 use self::pump::Sink;
 use self::target::{Outputs, Place};
@@ -128,6 +128,26 @@ enum Child {
     Terminal { socket: ConsoleSocket, stdin: Option<Polled>, sink: Sink },
 }
 
+/// Where the input comes from.
+enum Stdin {
+    /// A FIFO, to copy from.
+    Fifo(Polled),
+    /// A file, which the process gets itself.
+    File(OwnedFd),
+}
+
+impl Stdin {
+    /// To type into a terminal. A file cannot be waited on, which is the error.
+    fn into_polled(self, path: &str) -> Result<Polled, StdioError> {
+        match self {
+            Self::Fifo(from) => Ok(from),
+            Self::File(file) => {
+                Polled::reader(file).map_err(StdioError::path("watch", Path::new(path)))
+            }
+        }
+    }
+}
+
 /// Where one output goes.
 enum Output {
     Nowhere,
@@ -158,13 +178,15 @@ impl Output {
 
 impl Child {
     fn pipes(
-        stdin: Option<Polled>,
+        stdin: Option<Stdin>,
         outputs: [(&'static str, Output); 2],
         owner: Owner,
     ) -> Result<Self, StdioError> {
         let mut ends = [None, None, None];
         let mut input = None;
-        if let Some(from) = stdin {
+        if let Some(Stdin::File(file)) = stdin {
+            ends[0] = Some(file);
+        } else if let Some(Stdin::Fifo(from)) = stdin {
             let (theirs, ours) = pipe().map_err(StdioError::failed("make a pipe"))?;
             owner.give("stdin", &theirs)?;
             let to = Polled::writer(ours).map_err(StdioError::failed("use a pipe"))?;
@@ -245,20 +267,27 @@ impl ProcessIo {
             }
         };
         opened.child = Some(match socket {
-            Some(socket) => Child::Terminal { socket, stdin, sink: stdout.into_sink()? },
+            Some(socket) => {
+                let stdin = stdin.map(|stdin| stdin.into_polled(&request.stdin)).transpose()?;
+                Child::Terminal { socket, stdin, sink: stdout.into_sink()? }
+            }
             None => Child::pipes(stdin, [("stdout", stdout), ("stderr", stderr)], owner)?,
         });
         Ok(opened)
     }
 
-    fn open_stdin(&mut self, path: &str) -> Result<Option<Polled>, StdioError> {
+    fn open_stdin(&mut self, path: &str) -> Result<Option<Stdin>, StdioError> {
         if path.is_empty() {
             return Ok(None);
         }
         let path = path.strip_prefix("fifo://").unwrap_or(path);
-        let (from, hold) = open_input(Path::new(path))?;
-        self.stdin = Mutex::new(Some(hold));
-        Ok(Some(from))
+        Ok(Some(match open_input(Path::new(path))? {
+            Input::Fifo { from, hold } => {
+                self.stdin = Mutex::new(Some(hold));
+                Stdin::Fifo(from)
+            }
+            Input::File(file) => Stdin::File(file),
+        }))
     }
 
     fn copy(

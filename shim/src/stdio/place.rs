@@ -7,6 +7,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use nix::libc::O_NONBLOCK;
+use rustix::io::ioctl_fionbio;
 use tokio::task::spawn_blocking;
 
 use super::StdioError;
@@ -14,14 +15,33 @@ use super::polled::Polled;
 use super::pump::Sink;
 use super::target::Place;
 
-/// The reading end of a stdin FIFO, and the writing end that keeps it from ending while clients
-/// come and go.
-pub(super) fn open_input(path: &Path) -> Result<(Polled, OwnedFd), StdioError> {
+/// Where an input comes from.
+#[derive(Debug)]
+pub(super) enum Input {
+    /// containerd's FIFO.
+    Fifo {
+        /// For reading.
+        from: Polled,
+        /// Its writing end, which keeps it from ending while clients come and go.
+        hold: OwnedFd,
+    },
+    /// `/dev/null`, or a file: nothing that could be waited on, and nothing that needs it.
+    File(OwnedFd),
+}
+
+/// Opens an input.
+pub(super) fn open_input(path: &Path) -> Result<Input, StdioError> {
     // The reader first: a writer that does not wait is refused without one.
     let reader = open(path, OpenOptions::new().read(true))?;
-    let hold = open(path, OpenOptions::new().write(true))?;
-    let reader = Polled::reader(reader).map_err(StdioError::path("watch", path))?;
-    Ok((reader, hold.into()))
+    let kind = reader.metadata().map_err(StdioError::path("find", path))?.file_type();
+    if !kind.is_fifo() {
+        ioctl_fionbio(&reader, false)
+            .map_err(|errno| StdioError::path("use", path)(errno.into()))?;
+        return Ok(Input::File(reader.into()));
+    }
+    let hold = open(path, OpenOptions::new().write(true))?.into();
+    let from = Polled::reader(reader).map_err(StdioError::path("watch", path))?;
+    Ok(Input::Fifo { from, hold })
 }
 
 /// Opens where an output goes.

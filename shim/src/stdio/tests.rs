@@ -319,6 +319,24 @@ async fn a_process_that_does_not_read_does_not_hold_its_client() {
     within(async { while input.write_all(b"for nobody").await.is_ok() {} }).await;
 }
 
+#[tokio::test]
+async fn a_stdin_that_is_no_fifo_is_the_processs_own() {
+    let client = Client::new();
+    let file = client.path("file");
+    fs::write(&file, "from a file\n").unwrap();
+    for (stdin, expected) in [(file.to_str().unwrap(), "from a file\n"), ("/dev/null", "")] {
+        let stdout = client.fifo(&format!("out{}", expected.len()));
+        let request = Request { stdin: stdin.to_owned(), stdout, ..Request::default() };
+        let out = reader(&request.stdout);
+        let mut ours = open(&request).await;
+        let process = start(&mut ours, "cat").await;
+        assert_eq!(read_all(out).await, expected);
+        ours.close_stdin();
+        ends(process).await;
+        ours.close().await;
+    }
+}
+
 #[test]
 fn a_parked_stdin_keeps_neither_the_runtime_nor_the_fifo() {
     let client = Client::new();
