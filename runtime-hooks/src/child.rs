@@ -220,14 +220,22 @@ impl Drop for Helper {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::os::unix::fs::PermissionsExt as _;
 
     /// A helper that is this script.
     fn helper(script: &str) -> (tempfile::TempDir, Helper) {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("helper");
-        std::fs::write(&path, format!("#!/bin/sh\n{script}\n")).unwrap();
-        std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o755)).unwrap();
+        // Another process writes it: a test beside this may fork while it is open for writing, and
+        // it could not be executed until that child has executed something else (ETXTBSY).
+        let mut writer = Command::new("sh")
+            .args(["-c", "cat >\"$0\" && chmod 755 \"$0\""])
+            .arg(&path)
+            .stdin(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let text = format!("#!/bin/sh\n{script}\n");
+        writer.stdin.take().unwrap().write_all(text.as_bytes()).unwrap();
+        assert!(writer.wait().unwrap().success());
         let helper = Helper::start(&Program::at(path), "__driver").unwrap();
         (directory, helper)
     }

@@ -46,3 +46,5 @@ pub mod service;
 pub mod state;
 pub mod stdio;
 pub mod tasks;
+#[cfg(test)]
+mod testing;

@@ -168,7 +168,6 @@ mod tests {
     use super::*;
     use crate::boot::Action;
     use crate::boot::socket::{Claimed, claim};
-    use std::os::unix::fs::PermissionsExt as _;
     use std::process::Command;
 
     fn arguments(bundle: Option<&Path>) -> Arguments {
@@ -193,8 +192,7 @@ mod tests {
         let bundle = directory.path().join("c1");
         fs::create_dir_all(bundle.join("rootfs")).unwrap();
         let runtime = bundle.join("runc");
-        fs::write(&runtime, format!("#!/bin/sh\n{script}\n")).unwrap();
-        fs::set_permissions(&runtime, fs::Permissions::from_mode(0o755)).unwrap();
+        crate::testing::script(&runtime, &format!("#!/bin/sh\n{script}\n"));
         fs::write(bundle.join("runtime"), runtime.to_str().unwrap()).unwrap();
         directory
     }

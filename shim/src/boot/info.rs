@@ -104,8 +104,7 @@ mod tests {
     fn runtime(script: &str) -> (tempfile::TempDir, PathBuf) {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("runtime");
-        fs::write(&path, format!("#!/bin/sh\n{script}\n")).unwrap();
-        fs::set_permissions(&path, fs::Permissions::from_mode(0o755)).unwrap();
+        crate::testing::script(&path, &format!("#!/bin/sh\n{script}\n"));
         (directory, path)
     }
 

@@ -2,7 +2,7 @@ use std::fs::{self, File, OpenOptions};
 use std::io::{IoSlice, Read, Write};
 use std::mem::MaybeUninit;
 use std::os::fd::OwnedFd;
-use std::os::unix::fs::{MetadataExt as _, OpenOptionsExt as _, PermissionsExt as _};
+use std::os::unix::fs::{MetadataExt as _, OpenOptionsExt as _};
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
 use std::process::Child as Process;
@@ -73,8 +73,7 @@ impl Client {
     /// A logging binary that is this script.
     fn logger(&self, script: &str) -> String {
         let path = self.path("logger");
-        fs::write(&path, format!("#!/bin/sh\n{script}\n")).unwrap();
-        fs::set_permissions(&path, fs::Permissions::from_mode(0o755)).unwrap();
+        crate::testing::script(&path, &format!("#!/bin/sh\n{script}\n"));
         let directory = self.0.path().display();
         format!("binary://{}?directory={directory}&b=2&a=1&b=3", path.display())
     }
