@@ -30,6 +30,7 @@
 //! - There is no `unsafe` here.
 
 pub mod boot;
+pub mod bundle;
 pub mod cgroup;
 pub mod container;
 pub mod error;

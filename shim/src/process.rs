@@ -2,8 +2,7 @@
 
 use std::path::PathBuf;
 use std::process::Stdio;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::atomic::{AtomicBool, AtomicI32, Ordering};
 use std::time::Duration;
 
 use tokio::sync::{RwLock, watch};
@@ -30,17 +29,12 @@ pub struct Process {
     /// Held while it is being started: an exit is told only after the start was.
     pub gate: tokio::sync::Mutex<()>,
     exited: watch::Sender<Option<Exit>>,
-    inner: Mutex<Inner>,
+    pid: AtomicI32,
     /// For an exec: JSON of OCI's `Process`.
     spec: Vec<u8>,
     /// `CloseIO` may come before there is anything to close: a client's input can end before its
     /// process has begun.
     stdin_closed: AtomicBool,
-}
-
-#[derive(Debug, Default)]
-struct Inner {
-    pid: Pid,
 }
 
 impl Process {
@@ -53,7 +47,7 @@ impl Process {
             io: RwLock::new(io),
             gate: tokio::sync::Mutex::new(()),
             exited: watch::Sender::new(None),
-            inner: Mutex::default(),
+            pid: AtomicI32::new(0),
             spec: Vec::new(),
             stdin_closed: AtomicBool::new(false),
         }
@@ -71,19 +65,15 @@ impl Process {
         &self.spec
     }
 
-    fn inner(&self) -> MutexGuard<'_, Inner> {
-        self.inner.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// Its pid; 0 while it has none.
     #[must_use]
     pub fn pid(&self) -> Pid {
-        self.inner().pid
+        self.pid.load(Ordering::Relaxed)
     }
 
     /// It has been born.
     pub fn set_pid(&self, pid: Pid) {
-        self.inner().pid = pid;
+        self.pid.store(pid, Ordering::Relaxed);
     }
 
     /// How it ended, if it did.

@@ -19,9 +19,11 @@ use nix::sys::memfd::{MFdFlags, memfd_create};
 use nix::sys::signal::Signal;
 use stasis_hooks::child::die_with_parent_thread;
 use stasis_hooks::oci::{self, Caller};
+use stasis_hooks::runc::output::{last_error, tail};
 use tokio_util::sync::CancellationToken;
 
 use crate::boot::DeleteCall;
+use crate::process::KILLED;
 use crate::reaper::{Pid, Reaper};
 
 /// First argument with which this executable is the engine: then the runtime, the configuration
@@ -150,7 +152,7 @@ impl RuncError {
     /// Whether it was ended by SIGKILL.
     #[must_use]
     pub fn was_killed(&self) -> bool {
-        matches!(self, Self::Failed { status: 137, .. })
+        matches!(self, Self::Failed { status: KILLED, .. })
     }
 
     /// Whether it printed or logged this.
@@ -195,14 +197,8 @@ impl Runc {
         let outlives =
             call.through == Through::Engine && matches!(call.subcommand, "checkpoint" | "resume");
         let mut command = if call.through == Through::Engine && !self.is_engine {
-            let mut command = Command::new("/proc/self/exe");
-            command
-                .arg(ENGINE)
-                .arg(&self.program)
-                .arg(self.config.as_deref().unwrap_or(Path::new("")))
-                .arg(&self.engine_log.0)
-                .arg(&self.engine_log.1);
-            command
+            let (log, level) = &self.engine_log;
+            engine_command(&self.program, self.config.as_deref(), log, level)
         } else {
             Command::new(&self.program)
         };
@@ -321,16 +317,6 @@ fn captured(command: &mut Command, io: CallIo) -> io::Result<Option<File>> {
     Ok(Some(output))
 }
 
-fn tail(mut output: File, length: u64) -> String {
-    let mut bytes = Vec::new();
-    let from = output.metadata().map_or(0, |metadata| metadata.len().saturating_sub(length));
-    let read = output.seek(SeekFrom::Start(from)).and_then(|_| output.read_to_end(&mut bytes));
-    match read {
-        Ok(_) => String::from_utf8_lossy(&bytes).trim().to_owned(),
-        Err(error) => format!("(output not readable: {error})"),
-    }
-}
-
 /// What is added to a log from now on. All calls for a container log into one file, and an error
 /// of an earlier one is not this one's.
 struct LogTail<'a> {
@@ -351,10 +337,7 @@ impl<'a> LogTail<'a> {
         file.seek(SeekFrom::Start(from)).ok()?;
         let mut text = Vec::new();
         file.read_to_end(&mut text).ok()?;
-        String::from_utf8_lossy(&text).lines().rev().find_map(|line| {
-            let line: serde_json::Value = serde_json::from_str(line).ok()?;
-            (line["level"] == "error").then(|| line["msg"].as_str().map(str::to_owned))?
-        })
+        last_error(&String::from_utf8_lossy(&text))
     }
 }
 
@@ -375,17 +358,19 @@ pub fn is_engine(pid: Pid) -> bool {
 /// Removes a container whose server is gone: through the engine, since its journal goes with it.
 pub fn delete_by_force(call: &DeleteCall) -> io::Result<Output> {
     let log = call.log.as_deref().map(|log| log.with_file_name(crate::log::FILE));
-    let mut command = Command::new("/proc/self/exe");
-    command
-        .arg(ENGINE)
-        .arg(&call.program)
-        .arg(call.config.as_deref().unwrap_or(Path::new("")))
-        .arg(log.unwrap_or_default())
-        .arg("warn")
-        .args(call.arguments());
+    let log = log.unwrap_or_default();
+    let mut command = engine_command(&call.program, call.config.as_deref(), &log, "warn");
+    command.args(call.arguments());
     // One that hangs ends with us, when containerd does not wait any longer.
     die_with_parent_thread(&mut command, Signal::SIGKILL);
     command.stdin(Stdio::null()).output()
+}
+
+/// The engine: its side is [`engine`]. runc's command line is to follow.
+fn engine_command(runtime: &Path, config: Option<&Path>, log: &Path, level: &str) -> Command {
+    let mut command = Command::new("/proc/self/exe");
+    command.arg(ENGINE).arg(runtime).arg(config.unwrap_or(Path::new(""))).arg(log).arg(level);
+    command
 }
 
 /// Runs as the engine; `arguments` are those behind [`ENGINE`].

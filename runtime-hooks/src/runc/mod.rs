@@ -3,10 +3,11 @@
 pub mod args;
 pub mod criu;
 mod network;
+pub mod output;
 
 use std::ffi::OsString;
 use std::fs::File;
-use std::io::{self, Read, Seek, SeekFrom};
+use std::io;
 use std::os::unix::process::CommandExt as _;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
@@ -19,6 +20,7 @@ use crate::interrupt::interrupted;
 use crate::processes::{ProcessId, start_time};
 use crate::sys;
 use args::{Arguments, CommandLine};
+use output::tail;
 
 /// What the sequences need of the runtime.
 pub trait Runtime {
@@ -149,7 +151,7 @@ impl Runc {
         }
         let mut error = failed(status.to_string());
         error.code = status.code();
-        error.output = tail(output);
+        error.output = tail(output, OUTPUT);
         Err(error)
     }
 
@@ -193,12 +195,7 @@ impl Runc {
         let Some(log) = line.global("log").and_then(|log| File::open(log).ok()) else {
             return String::new();
         };
-        let text = tail(log);
-        let last = text.lines().rev().find_map(|line| {
-            let line: serde_json::Value = serde_json::from_str(line).ok()?;
-            (line["level"] == "error").then(|| line["msg"].as_str().map(str::to_owned))?
-        });
-        last.unwrap_or_default()
+        output::last_error(&tail(log, OUTPUT)).unwrap_or_default()
     }
 
     fn arguments(&self) -> Result<&Arguments, RuncError> {
@@ -292,16 +289,5 @@ impl Runtime for Runc {
     fn delete(&mut self) -> Result<(), RuncError> {
         let arguments = ["--force".into(), self.id.clone()];
         self.run("delete", self.command("delete", &arguments), &|| false, KILLING)
-    }
-}
-
-fn tail(mut output: File) -> String {
-    let mut bytes = Vec::new();
-    let length = output.metadata().map_or(0, |metadata| metadata.len());
-    let start = length.saturating_sub(OUTPUT);
-    let read = output.seek(SeekFrom::Start(start)).and_then(|_| output.read_to_end(&mut bytes));
-    match read {
-        Ok(_) => String::from_utf8_lossy(&bytes).trim().to_owned(),
-        Err(error) => format!("(output not readable: {error})"),
     }
 }

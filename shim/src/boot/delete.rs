@@ -11,7 +11,6 @@ use std::path::{Path, PathBuf};
 use std::process::Output;
 
 use containerd_shim::api::DeleteResponse;
-use containerd_shim::mount::umount_recursive;
 use containerd_shim::protos::protobuf::well_known_types::timestamp::Timestamp;
 use containerd_shim::protos::protobuf::{self, Message as _};
 use stasis_config::text::printable;
@@ -19,15 +18,10 @@ use stasis_config::text::printable;
 use super::address::{Address, group};
 use super::start::noted_address;
 use super::{Arguments, socket};
+use crate::bundle::{PID_FILE, ROOTFS, RUNTIME_LOG, unmount};
 use crate::options::spec::Spec;
 use crate::options::{OptionsError, Recorded};
-
-/// What is said of a container that has no other status: killed.
-const KILLED: u32 = 128 + 9;
-
-const PID_FILE: &str = "init.pid";
-const ROOTFS: &str = "rootfs";
-const RUNTIME_LOG: &str = "log.json";
+use crate::process::KILLED;
 
 /// A call of the runtime: kill the container if it lives, and forget it.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -121,22 +115,12 @@ pub fn delete(
 
     let response = DeleteResponse {
         pid,
+        // There is no other status to tell.
         exit_status: KILLED,
         exited_at: Some(Timestamp::now()).into(),
         ..DeleteResponse::default()
     };
     Ok(Deleted { answer: response.write_to_bytes()?, warnings })
-}
-
-/// Unmounts a directory and what is mounted below it. Not lazily: what is still in use is told.
-fn unmount(rootfs: &Path) -> Result<(), String> {
-    // The kernel's list has no links in it.
-    let path = match fs::canonicalize(rootfs) {
-        Ok(path) => path,
-        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
-        Err(error) => return Err(error.to_string()),
-    };
-    umount_recursive(path.to_str(), 0).map_err(|error| error.to_string())
 }
 
 /// The container's init process, which containerd puts into its exit event; 0 if there never was

@@ -17,6 +17,7 @@ use stasis_hooks::error::chain;
 use stasis_hooks::journal::JournalFile;
 
 use super::{Container, Fixed, Inner, Shared};
+use crate::bundle::{self, PID_FILE, ROOTFS, RUNTIME_LOG};
 use crate::cgroup::Cgroups;
 use crate::error::TaskError;
 use crate::options::spec::Spec;
@@ -83,7 +84,7 @@ impl Container {
             is_engine: program.file_name().is_some_and(|name| name == "stasis-runc"),
             program,
             root: root.clone(),
-            log: bundle.join("log.json"),
+            log: bundle.join(RUNTIME_LOG),
             systemd_cgroup: settled.systemd_cgroup,
             config: settled.config,
             engine_log: (bundle.join(crate::log::FILE), engine_level(&shared, &config)),
@@ -92,8 +93,7 @@ impl Container {
 
         let mounted = mount(&bundle, rootfs).await?;
         let owner = Owner { uid: options.io_uid, gid: options.io_gid };
-        let (reaper, namespace) = (shared.reaper.clone(), shared.namespace.clone());
-        let io = ProcessIo::open(&stdio, &id, &namespace, owner, &reaper).await;
+        let io = ProcessIo::open(&stdio, &id, &shared.namespace, owner, &shared.reaper).await;
         let io = match io {
             Ok(io) => io,
             Err(error) => {
@@ -242,9 +242,6 @@ impl Container {
     }
 }
 
-/// The file that runc writes init's pid to, in the bundle.
-pub(super) const PID_FILE: &str = "init.pid";
-
 pub(super) fn words(words: &[&str]) -> Vec<std::ffi::OsString> {
     words.iter().map(Into::into).collect()
 }
@@ -301,7 +298,7 @@ async fn mount(bundle: &Path, mounts: Vec<RootfsMount>) -> Result<Option<PathBuf
     if mounts.is_empty() {
         return Ok(None);
     }
-    let rootfs = bundle.join("rootfs");
+    let rootfs = bundle.join(ROOTFS);
     let target = rootfs.clone();
     // A thread of its own: for an overlay with many layers the working directory of the calling
     // thread is changed, to shorten the options.
@@ -343,12 +340,6 @@ fn mount_all(rootfs: &Path, mounts: &[RootfsMount]) -> anyhow::Result<()> {
 /// Unmounts a rootfs and what is mounted in it.
 pub(super) async fn unmount(rootfs: Option<&Path>) -> Option<String> {
     let rootfs = rootfs?.to_owned();
-    let unmounted = tokio::task::spawn_blocking(move || {
-        containerd_shim::mount::umount_recursive(rootfs.to_str(), 0)
-    });
-    match unmounted.await {
-        Ok(Ok(())) => None,
-        Ok(Err(error)) => Some(error.to_string()),
-        Err(error) => Some(error.to_string()),
-    }
+    let unmounted = tokio::task::spawn_blocking(move || bundle::unmount(&rootfs)).await;
+    unmounted.unwrap_or_else(|error| Err(error.to_string())).err()
 }

@@ -9,8 +9,9 @@ use containerd_shim::protos::events::task::{TaskExecAdded, TaskExecStarted};
 use tokio::sync::oneshot;
 
 use super::Container;
-use super::create::{PID_FILE, read_pid, words};
+use super::create::{read_pid, words};
 use super::lifecycle::Deleted;
+use crate::bundle::PID_FILE;
 use crate::error::TaskError;
 use crate::process::{Process, UNKNOWN_STATUS};
 use crate::reaper::Exit;

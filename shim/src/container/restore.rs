@@ -6,8 +6,9 @@ use std::time::SystemTime;
 
 use stasis_hooks::runc::criu::{LogStore, RESTORE_LOG};
 
-use super::create::{PID_FILE, read_pid, words};
+use super::create::{read_pid, words};
 use super::{Container, Fixed};
+use crate::bundle::PID_FILE;
 use crate::error::TaskError;
 use crate::process::{KILLED, UNKNOWN_STATUS};
 use crate::reaper::Exit;
