@@ -2,9 +2,9 @@
 #
 #   make demo              a counter in (emulated) GPU memory is checkpointed, killed and restored
 #   make test              unit tests, then end-to-end tests
-#   make e2e FILTER=word   the end-to-end tests with word in their name
+#   make e2e FILTER=word   the end-to-end tests with word in their name; SUITES=forky: in that lab
 #   make bench             containerd's own shim and ours side by side, in numbers
-#   make lab               the Debian root in which demo and e2e run (needs root, as they do)
+#   make lab               the Debian roots in which demo and e2e run (needs root, as they do)
 
 SHELL := /bin/bash
 .DELETE_ON_ERROR:
@@ -12,6 +12,7 @@ SHELL := /bin/bash
 .PHONY: prerequisites build unit lab e2e demo bench test lint deny clean
 
 FILTER ?=
+SUITES ?= trixie forky
 ENTER := integration/lab/enter --
 SCRIPTS := $(filter-out %.md %.log,$(wildcard integration/lab/* integration/evidence/*)) .ci/run
 
@@ -29,13 +30,17 @@ unit: prerequisites
 	cargo test --locked --package stasis-integration --lib
 
 lab: prerequisites
-	@echo "make: the lab, a Debian with containerd, runc and CRIU in target/lab"
-	integration/lab/build
+	@echo "make: the labs in target/lab, Debians with containerd, runc, CRIU, Docker, Podman: $(SUITES)"
+	integration/lab/build $(SUITES)
 
 e2e: build lab
-	@echo "make: end-to-end tests $(if $(FILTER),named *$(FILTER)*,of all names)"
-	$(ENTER) /stasis-target/debug/e2e $(FILTER)
+	@for suite in $(SUITES); do \
+	    echo "make: end-to-end tests in $$suite $(if $(FILTER),named *$(FILTER)*,of all names)"; \
+	    STASIS_SUITE=$$suite $(ENTER) /stasis-target/debug/e2e $(FILTER) || exit; \
+	done
 
+# One lab is enough to see it.
+demo bench: SUITES := trixie
 demo: build lab
 	@echo "make: the demo"
 	$(ENTER) /stasis-target/debug/demo

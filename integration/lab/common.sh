@@ -1,11 +1,17 @@
 # shellcheck shell=bash disable=SC2034  # its variables are for the scripts that read it
-# Shared by build, enter and prerequisites: where the lab lies and how its scripts speak.
+# Shared by the lab's scripts: where a lab lies and how they speak.
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd -P)
 project=$(cd "$here/../.." && pwd -P)
 lab=${STASIS_LAB:-$project/target/lab}
-suite=trixie
+# The oldest and the newest Debian whose containerd Stasis is tested with.
+suites=(trixie forky)
+suite=${STASIS_SUITE:-trixie}
+# Whose CRIU and Go all of them take.
+newest=forky
 root=$lab/$suite
+# What no Debian has: nerdctl and crictl, the same files for all labs.
+tools=$lab/tools
 
 say() { printf 'lab: %s\n' "$*"; }
 die() {
@@ -23,6 +29,12 @@ need_commands() {
         command -v "$command" >/dev/null ||
             die "'$command' is missing; run $here/prerequisites"
     done
+}
+
+need_suite() {
+    local known
+    for known in "${suites[@]}"; do [ "$known" != "$1" ] || return 0; done
+    die "there is no lab '$1', only ${suites[*]}"
 }
 
 # Debian's own paths: a host's PATH says nothing about the lab's.

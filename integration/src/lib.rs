@@ -19,6 +19,7 @@ pub mod runtime;
 pub mod seen;
 pub mod shim;
 pub mod site;
+pub mod suite;
 pub mod task;
 pub mod udp;
 pub mod wait;

@@ -24,6 +24,7 @@ use anyhow::Result;
 use libtest_mimic::{Arguments, Failed, Trial};
 use stasis_integration::case::{Case, Lab, Place};
 use stasis_integration::shim::Shim;
+use stasis_integration::suite::Suite;
 
 use crate::shim_lifecycle::Table;
 
@@ -35,6 +36,8 @@ type Body = Box<dyn FnOnce(&Case) -> Result<()> + Send>;
 /// One test.
 struct Test {
     name: String,
+    /// The labs in which it can be run.
+    suites: &'static [Suite],
     body: Body,
 }
 
@@ -43,7 +46,14 @@ impl Test {
         name: impl Into<String>,
         body: impl FnOnce(&Case) -> Result<()> + Send + 'static,
     ) -> Self {
-        Self { name: name.into(), body: Box::new(body) }
+        Self { name: name.into(), suites: &Suite::ALL, body: Box::new(body) }
+    }
+
+    /// The same, for these labs only.
+    #[expect(dead_code, reason = "for the front ends")]
+    fn only(mut self, suites: &'static [Suite]) -> Self {
+        self.suites = suites;
+        self
     }
 }
 
@@ -86,13 +96,32 @@ fn is_for_shims(module: &str, test: &str) -> bool {
     }
 }
 
-fn all() -> Vec<(String, Run)> {
+/// The tests of the front ends, each in every lab that has it.
+fn front_ends() -> Vec<(&'static str, Place, Vec<Test>)> {
+    Vec::new()
+}
+
+/// All tests of a lab, and of all labs if none is given.
+///
+/// What is ours does not depend on the lab, so the tests that ask for much of it and little of the
+/// others are run in the older one only.
+fn all(suite: Option<Suite>) -> Vec<(String, Run)> {
     fn add(list: &mut Vec<(String, Run)>, prefix: &str, place: Place, test: Test) {
-        let Test { name, body } = test;
+        let Test { name, body, .. } = test;
         let name = format!("{prefix}::{name}");
         list.push((name, Box::new(move |lab, name| lab.run(name, place, body))));
     }
     let mut all = Vec::new();
+    for (module, place, tests) in front_ends() {
+        for test in tests {
+            if suite.is_none_or(|suite| test.suites.contains(&suite)) {
+                add(&mut all, module, place, test);
+            }
+        }
+    }
+    if suite == Some(Suite::Forky) {
+        return all;
+    }
     for (module, tests) in modules() {
         for test in tests {
             add(&mut all, module, Place::SHARED, test);
@@ -114,10 +143,14 @@ fn main() -> Result<ExitCode> {
     arguments.test_threads.get_or_insert(PARALLEL);
     // Only a list needs no lab.
     let lab = if arguments.list { None } else { Some(Arc::new(Lab::start()?)) };
+    let suite = Suite::current()?;
     let table = Arc::new(Table::default());
-    let trials = all()
+    let mut tests = all(suite);
+    if suite != Some(Suite::Forky) {
+        tests.extend(shim_lifecycle::tests(&table));
+    }
+    let trials = tests
         .into_iter()
-        .chain(shim_lifecycle::tests(&table))
         .map(|(name, run)| {
             let (lab, id) = (lab.clone(), name.clone());
             Trial::test(name, move || {
@@ -135,7 +168,11 @@ fn main() -> Result<ExitCode> {
             0 => String::new(),
             skipped => format!(", {skipped} skipped"),
         };
-        println!("{} passed, {} failed{skipped}", conclusion.num_passed, conclusion.num_failed);
+        let name = suite.map_or("lab", Suite::word);
+        println!(
+            "{name}: {} passed, {} failed{skipped}",
+            conclusion.num_passed, conclusion.num_failed
+        );
     }
     Ok(if conclusion.has_failed() { ExitCode::FAILURE } else { ExitCode::SUCCESS })
 }
