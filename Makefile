@@ -4,6 +4,8 @@
 #   make test              unit tests, then end-to-end tests
 #   make e2e FILTER=word   the end-to-end tests with word in their name; SUITES=forky: in that lab
 #   make bench             containerd's own shim and ours side by side, in numbers
+#   make release           the programs as they are installed
+#   make install           puts them where they belong, see the variables PREFIX and DESTDIR below
 #   make lab               the Debian roots in which demo and e2e run (needs root, as they do)
 
 SHELL := /bin/bash
@@ -27,7 +29,7 @@ build: prerequisites
 unit: prerequisites
 	@echo "make: unit tests"
 	cargo test --locked --workspace --exclude stasis-integration
-	cargo test --locked --package stasis-integration --lib
+	cargo test --locked --package stasis-integration --lib --test install --test documents
 
 lab: prerequisites
 	@echo "make: the labs in target/lab, Debians with containerd, runc, CRIU, Docker, Podman: $(SUITES)"
@@ -52,6 +54,69 @@ bench: prerequisites lab
 	$(ENTER) env STASIS_PROFILE=release /stasis-target/release/bench
 
 test: unit e2e
+
+# --- install: the names are GNU's. `make release` as yourself, then `make install` as who may.
+PREFIX ?= /usr/local
+BINDIR ?= $(PREFIX)/bin
+LIBDIR ?= $(PREFIX)/lib
+DATADIR ?= $(PREFIX)/share
+DOCDIR ?= $(DATADIR)/doc/stasis
+MANDIR ?= $(DATADIR)/man
+BASHDIR ?= $(DATADIR)/bash-completion/completions
+ZSHDIR ?= $(DATADIR)/zsh/site-functions
+FISHDIR ?= $(DATADIR)/fish/vendor_completions.d
+# Where the binaries are taken from.
+BINARIES ?= $(or $(CARGO_TARGET_DIR),target)/release
+
+PROGRAMS := containerd-shim-runc-stasis stasis stasis-runc
+# A directory for containerd's PATH, in which our shim has the name of containerd's own.
+V2 := $(LIBDIR)/stasis/containerd-shim-runc-v2
+MANUALS := $(wildcard contrib/man/*.[158])
+DOCUMENTS := README.md LICENSE config/config.toml
+SAMPLES := $(wildcard config/containerd/* config/docker/* config/podman/* config/kubernetes/*)
+MANUAL = $(MANDIR)/man$(patsubst .%,%,$(suffix $1))/$(notdir $1)
+COMPLETIONS := \
+	$(patsubst contrib/completions/bash/%,$(BASHDIR)/%,$(wildcard contrib/completions/bash/*)) \
+	$(patsubst contrib/completions/zsh/%,$(ZSHDIR)/%,$(wildcard contrib/completions/zsh/*)) \
+	$(patsubst contrib/completions/fish/%,$(FISHDIR)/%,$(wildcard contrib/completions/fish/*))
+# All of it, and nothing else, is what uninstall removes.
+INSTALLED = $(PROGRAMS:%=$(BINDIR)/%) $(V2) $(foreach page,$(MANUALS),$(call MANUAL,$(page))) \
+	$(addprefix $(DOCDIR)/,$(notdir $(DOCUMENTS)) $(SAMPLES:config/%=%)) $(COMPLETIONS)
+# And of directories, those that are ours alone.
+OWN = $(sort $(dir $(SAMPLES:config/%=$(DOCDIR)/%))) $(DOCDIR) $(LIBDIR)/stasis
+
+.PHONY: release install uninstall
+SCRIPTS += config/kubernetes/stasis-node $(wildcard contrib/completions/bash/*)
+
+release:
+	@echo "make: building the release"
+	cargo build --locked --release
+
+# Builds nothing: what root has built, others cannot build again. Leaves /etc/stasis alone.
+install:
+	@for program in $(PROGRAMS); do \
+		[ -f $(BINARIES)/$$program ] || { \
+			echo "make: there is no $(BINARIES)/$$program; run: make release" >&2; exit 1; }; \
+	done
+	@echo "make: installing into $(DESTDIR)$(PREFIX)"
+	install -d $(addprefix $(DESTDIR),$(sort $(dir $(INSTALLED))))
+	install -m 755 $(PROGRAMS:%=$(BINARIES)/%) $(DESTDIR)$(BINDIR)
+	ln -sf $(BINDIR)/containerd-shim-runc-stasis $(DESTDIR)$(V2)
+	$(foreach page,$(MANUALS),install -m 644 $(page) $(DESTDIR)$(call MANUAL,$(page)) && ) true
+	install -m 644 $(DOCUMENTS) $(DESTDIR)$(DOCDIR)
+	$(foreach sample,$(SAMPLES),install -m $(if $(filter %/stasis-node,$(sample)),755,644) \
+		$(sample) $(DESTDIR)$(DOCDIR)/$(sample:config/%=%) && ) true
+	install -m 644 contrib/completions/bash/* $(DESTDIR)$(BASHDIR)
+	install -m 644 contrib/completions/zsh/* $(DESTDIR)$(ZSHDIR)
+	install -m 644 contrib/completions/fish/* $(DESTDIR)$(FISHDIR)
+
+uninstall:
+	@echo "make: removing from $(DESTDIR)$(PREFIX)"
+	rm -f $(addprefix $(DESTDIR),$(INSTALLED))
+	for directory in $(addprefix $(DESTDIR),$(OWN)); do \
+		[ ! -d $$directory ] || rmdir --ignore-fail-on-non-empty $$directory; \
+	done
+# --- end of install
 
 lint: prerequisites
 	@echo "make: format, clippy, shellcheck"

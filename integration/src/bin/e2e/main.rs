@@ -13,6 +13,7 @@ mod order;
 mod plain;
 mod ranks;
 mod run;
+mod samples;
 mod shim_lifecycle;
 mod tasks;
 mod tcp;
@@ -98,7 +99,7 @@ fn is_for_shims(module: &str, test: &str) -> bool {
 
 /// The tests of the front ends, each in every lab that has it.
 fn front_ends() -> Vec<(&'static str, Place, Vec<Test>)> {
-    Vec::new()
+    vec![("samples", Place::SHARED, samples::tests())]
 }
 
 /// All tests of a lab, and of all labs if none is given.

@@ -1,0 +1,7 @@
+# Completion of stasis(1) for fish.
+
+complete -c stasis -f
+complete -c stasis -n __fish_use_subcommand -a check -d 'Is this host ready?'
+complete -c stasis -n __fish_use_subcommand -s V -l version -d 'Print the version'
+complete -c stasis -s h -l help -d 'Print a summary'
+complete -c stasis -n '__fish_seen_subcommand_from check' -l json -d 'For machines'
