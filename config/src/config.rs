@@ -42,6 +42,8 @@ pub struct Config {
     pub cuda: Cuda,
     /// `[criu]`
     pub criu: Criu,
+    /// `[cdi]`
+    pub cdi: Cdi,
     /// `[annotations]`
     pub annotations: AnnotationPolicy,
 }
@@ -147,6 +149,19 @@ pub struct Criu {
     pub skip_in_flight: bool,
 }
 
+/// This host's CDI specifications, from which a restored container gets what its own config.json
+/// does not give it of a GPU.
+#[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
+#[serde(default, deny_unknown_fields, rename_all = "kebab-case")]
+pub struct Cdi {
+    /// Absolute directories of CDI specifications; a later one wins. Default `/etc/cdi` and
+    /// `/var/run/cdi`. Without any, no CDI is used.
+    pub directories: Vec<PathBuf>,
+    /// Whether `NVIDIA_VISIBLE_DEVICES` in a container's environment gives it GPUs on this host.
+    /// `None`: see [`Config::visible_devices`].
+    pub visible_devices: Option<bool>,
+}
+
 /// Which of our annotations a container may carry, and how far they go.
 #[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
 #[serde(default, deny_unknown_fields, rename_all = "kebab-case")]
@@ -187,6 +202,13 @@ impl Default for Cuda {
             checkpoint_timeout: Duration::from_secs(600),
             restore_timeout: Duration::from_secs(600),
         }
+    }
+}
+
+impl Default for Cdi {
+    fn default() -> Self {
+        let directories = ["/etc/cdi", "/var/run/cdi"].map(PathBuf::from).into();
+        Self { directories, visible_devices: None }
     }
 }
 
@@ -281,9 +303,21 @@ impl Config {
         Ok(config)
     }
 
+    /// Whether `NVIDIA_VISIBLE_DEVICES` gives a container GPUs on this host.
+    ///
+    /// Every image with CUDA has that variable, also where nobody gives GPUs for it; so by default
+    /// only where NVIDIA's runtime, which does, is the one that runs the containers.
+    #[must_use]
+    pub fn visible_devices(&self) -> bool {
+        self.cdi.visible_devices.unwrap_or_else(|| {
+            let name = self.runtime.path.file_name().unwrap_or_default();
+            name.as_encoded_bytes().starts_with(b"nvidia-container-runtime")
+        })
+    }
+
     /// What the types cannot say. The error: the keys concerned, and what is wrong.
     fn validate(&self) -> Result<(), (&'static [&'static str], String)> {
-        let Self { runtime, state, log, cuda, criu: _, annotations: _ } = self;
+        let Self { runtime, state, log, cuda, criu: _, cdi, annotations: _ } = self;
 
         program(&runtime.path).map_err(|e| (&["runtime.path"][..], e))?;
         absolute(&state.directory).map_err(|e| (&["state.directory"][..], e))?;
@@ -293,6 +327,9 @@ impl Config {
         }
         if let Some(path) = &cuda.libnvml {
             absolute(path).map_err(|e| (&["cuda.libnvml"][..], e))?;
+        }
+        for directory in &cdi.directories {
+            absolute(directory).map_err(|e| (&["cdi.directories"][..], e))?;
         }
         if cuda.lock_timeout > cuda.checkpoint_timeout {
             return Err((
@@ -532,6 +569,9 @@ mod tests {
             link-remap = true
             ghost-limit = "4294967295B"
             skip-in-flight = true
+            [cdi]
+            directories = ["/d", "/e"]
+            visible-devices = true
             [annotations]
             allow = ["lock-timeout"]
             max-lock-timeout = "5s"
@@ -556,6 +596,7 @@ mod tests {
                 ghost_limit: Some(4_294_967_295),
                 skip_in_flight: true,
             },
+            cdi: Cdi { directories: vec!["/d".into(), "/e".into()], visible_devices: Some(true) },
             annotations: AnnotationPolicy {
                 allow: [AnnotationName::LockTimeout].into(),
                 max_lock_timeout: Duration::from_secs(5),
@@ -645,7 +686,7 @@ mod tests {
             (
                 "[logs]",
                 "1:2: logs: unknown field `logs`, expected one of `runtime`, `state`, `log`, \
-                 `cuda`, `criu`, `annotations`"
+                 `cuda`, `criu`, `cdi`, `annotations`"
                     .into(),
             ),
             (
@@ -682,6 +723,15 @@ mod tests {
                     .into(),
             ),
             (
+                "[cdi]\ndirectories = [\"/etc/cdi\", \"cdi\"]",
+                "2:15: cdi.directories: expected an absolute path without `..`, found `cdi`".into(),
+            ),
+            (
+                "[cdi]\nvisible-devices = \"all\"",
+                "2:19: cdi.visible-devices: invalid type: string \"all\", expected a boolean"
+                    .into(),
+            ),
+            (
                 "[cuda]\ncheckpoint-timeout = \"30s\"",
                 "2:22: cuda.checkpoint-timeout: expected cuda.lock-timeout (1m) to be at most \
                  cuda.checkpoint-timeout (30s)"
@@ -694,6 +744,20 @@ mod tests {
                     .into(),
             ),
         ]);
+    }
+
+    #[test]
+    fn visible_devices_count_where_nvidias_runtime_gives_them() {
+        for (text, counts) in [
+            ("", false),
+            ("runtime.path = \"nvidia-container-runtime\"", true),
+            ("runtime.path = \"/usr/bin/nvidia-container-runtime.cdi\"", true),
+            ("runtime.path = \"/nvidia-container-runtime/runc\"", false),
+            ("cdi.visible-devices = true", true),
+            ("runtime.path = \"nvidia-container-runtime\"\ncdi.visible-devices = false", false),
+        ] {
+            assert_eq!(parse(text).unwrap().visible_devices(), counts, "{text}");
+        }
     }
 
     #[test]

@@ -34,6 +34,26 @@ impl<'a> Bundle<'a> {
         Ok(Self { runtime, directory: directory.to_owned(), id: id.to_owned(), output: None })
     }
 
+    /// Its directory.
+    #[must_use]
+    pub fn directory(&self) -> &Path {
+        &self.directory
+    }
+
+    /// `exec` in the restored container; gives the output.
+    pub fn exec(&self, program: &[&str]) -> Result<String> {
+        let mut command = self.command("exec");
+        command::succeed(command.arg(&self.id).args(program), LIMIT)
+    }
+
+    /// `checkpoint`, after which the restored container is gone.
+    pub fn checkpoint(&self, image: &Path) -> Result<()> {
+        let mut command = self.command("checkpoint");
+        command.arg("--image-path").arg(image);
+        command.arg("--work-path").arg(self.directory.join("work")).arg(&self.id);
+        command::succeed(&mut command, LIMIT).map(drop)
+    }
+
     fn command(&self, verb: &str) -> Command {
         let mut command = self.runtime.command();
         command.arg("--root").arg(self.directory.join("runc-root"));

@@ -284,6 +284,12 @@ impl<'a> Case<'a> {
         self.runtime.set(&self.gpu, settings)
     }
 
+    /// The test's name, as it stands in names of files.
+    #[must_use]
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
     /// A new container's id; what has this id is cleaned up.
     pub fn new_id(&self) -> String {
         let mut containers = self.containers.borrow_mut();

@@ -9,7 +9,7 @@ use anyhow::Result;
 use crate::image;
 
 /// Where containers find the store.
-const INSIDE: &str = "/dev/nvidia-emulated";
+pub(crate) const INSIDE: &str = "/dev/nvidia-emulated";
 
 /// An emulated GPU that no other test uses.
 #[derive(Debug)]

@@ -7,6 +7,7 @@
 pub mod bundle;
 pub mod by_hand;
 pub mod case;
+pub mod cdi;
 pub mod command;
 pub mod containerd;
 pub mod ctr;

@@ -4,6 +4,7 @@
 use std::fmt;
 use std::path::{Path, PathBuf};
 
+use crate::cdi::CdiError;
 use crate::cuda::{CudaError, CudaState, DriverError};
 use crate::freezer::FreezerError;
 use crate::hold::HoldError;
@@ -27,6 +28,7 @@ pub enum Phase {
     Manifest,
     Kill,
     CriuRestore,
+    DeviceNodes,
     Match,
     CudaRestore,
     Unlock,
@@ -50,6 +52,7 @@ impl Phase {
             Self::Manifest => "manifest",
             Self::Kill => "kill",
             Self::CriuRestore => "criu-restore",
+            Self::DeviceNodes => "device-nodes",
             Self::Match => "match",
             Self::CudaRestore => "cuda-restore",
             Self::Unlock => "unlock",
@@ -178,7 +181,9 @@ pub enum Cause {
     /// Mounts that config.json does not know.
     #[error(
         "mounted in the container but not in its config.json: {}; CRIU cannot dump that. NVIDIA's \
-         legacy runtime hook mounts this way: give the GPU by CDI instead (nvidia-ctk cdi generate)",
+         legacy runtime hook mounts this way. Switch to CDI (nvidia-ctk cdi generate \
+         --output=/etc/cdi/nvidia.yaml, and mode = \"cdi\" under [nvidia-container-runtime] in \
+         /etc/nvidia-container-runtime/config.toml) and create the container anew",
         .0.join(", ")
     )]
     UnknownMounts(Vec<String>),
@@ -263,6 +268,9 @@ pub enum Cause {
     /// See there.
     #[error("{}", chain(.0))]
     Spec(#[from] SpecError),
+    /// See there.
+    #[error("{}", chain(.0))]
+    Cdi(#[from] CdiError),
     /// See there.
     #[error("{}", chain(.0))]
     Manifest(#[from] stasis_config::ManifestError),

@@ -16,7 +16,8 @@
 //!
 //! Whatever fails on the way, [`bring_back`] ends where the caller began.
 //!
-//! A restore is [`restore`]: runc first, then the driver ([`give_back`]).
+//! A restore is [`restore`]: [`cdi`] completes the new container's config.json, then runc, then the
+//! driver ([`give_back`]).
 //!
 //! # Invariants of the code
 //!
@@ -27,6 +28,7 @@
 
 pub mod admin;
 pub mod bring_back;
+pub mod cdi;
 pub mod check;
 pub mod checkpoint;
 pub mod child;

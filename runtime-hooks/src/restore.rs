@@ -1,10 +1,12 @@
 //! The restore of an image with CUDA, from top to bottom.
 //!
 //! ```text
-//! manifest → preflight → runc restore → match the processes → restore all → unlock all → started
+//! manifest → preflight → config.json completed → runc restore → device nodes
+//!   → match the processes → restore all → unlock all → started
 //! ```
 //!
-//! Whatever fails, nothing of the container is left but the runtime's words and CRIU's log.
+//! Whatever fails, nothing of the container is left but the runtime's words and CRIU's log, and
+//! config.json is what it was.
 
 use std::collections::BTreeSet;
 use std::path::Path;
@@ -21,7 +23,6 @@ use crate::journal::{Entry, Journal, Noted};
 use crate::parts::{CudaProcess, Limits, Progress};
 use crate::processes::{Process, ProcessId, Processes};
 use crate::runc::Runtime;
-use crate::spec;
 
 /// The world outside, for a restore.
 pub struct RestoreParts<'a> {
@@ -31,10 +32,23 @@ pub struct RestoreParts<'a> {
     pub runtime: &'a mut dyn Runtime,
     /// What is under way.
     pub journal: &'a mut dyn Journal,
+    /// The container that the image is restored into.
+    pub container: &'a mut dyn NewContainer,
     /// The restored container: its init and its processes. Asked after `runc restore`.
     pub restored: &'a dyn Fn() -> Result<(ProcessId, Box<dyn Processes>), Cause>,
     /// Whether the caller wants the operation to end.
     pub interrupted: &'a dyn Fn() -> bool,
+}
+
+/// The container that an image is restored into, as far as what it is given of a GPU.
+pub trait NewContainer {
+    /// Completes its config.json with what the image needs and the container may have; gives what
+    /// config.json says then. An image that needs more is refused.
+    fn complete(&mut self, image: &Path, manifest: &Manifest) -> Result<Spec, Cause>;
+    /// Makes config.json what it was.
+    fn put_back(&mut self);
+    /// Makes the device nodes of the restored container what config.json says.
+    fn make_nodes(&self, init: ProcessId, spec: &Spec) -> Result<(), Cause>;
 }
 
 /// A restore that is asked for.
@@ -46,8 +60,6 @@ pub struct Request<'a> {
     pub image: &'a Path,
     /// Its manifest.
     pub manifest: &'a Manifest,
-    /// config.json of the new bundle.
-    pub spec: &'a Spec,
     /// How long things may take.
     pub limits: Limits,
 }
@@ -64,49 +76,33 @@ pub fn restore(parts: &mut RestoreParts<'_>, request: &Request<'_>) -> Result<()
         left,
         image: None,
     };
-    if let Err(cause) = preflight(parts, request) {
-        return Err(failure(progress.phase(), cause, Left::Untouched));
-    }
-    match run(parts, request, &mut progress) {
+    let spec = match preflight(parts, request) {
+        Ok(spec) => spec,
+        Err(cause) => {
+            parts.container.put_back();
+            return Err(failure(progress.phase(), cause, Left::Untouched));
+        }
+    };
+    match run(parts, request, &spec, &mut progress) {
         Ok(()) => Ok(()),
         Err(cause) => {
             let left = remove(parts, progress.phase());
+            parts.container.put_back();
             Err(failure(progress.phase(), cause, left))
         }
     }
 }
 
 /// All that can be refused before anything runs.
-fn preflight(parts: &mut RestoreParts<'_>, request: &Request<'_>) -> Result<(), Cause> {
-    let needs = |reason| Cause::Needs { path: request.image.to_owned(), reason };
-    missing_in_spec(request.manifest, request.spec).map_or(Ok(()), |reason| Err(needs(reason)))?;
-    if request.manifest.processes.is_empty() {
-        return Ok(());
+fn preflight(parts: &mut RestoreParts<'_>, request: &Request<'_>) -> Result<Spec, Cause> {
+    if !request.manifest.processes.is_empty() {
+        let facts = parts.driver.facts().map_err(Cause::NoDriver)?;
+        if let Some(reason) = missing_on_host(request.manifest, &facts) {
+            return Err(Cause::Needs { path: request.image.to_owned(), reason });
+        }
     }
-    let facts = parts.driver.facts().map_err(Cause::NoDriver)?;
-    missing_on_host(request.manifest, &facts).map_or(Ok(()), |reason| Err(needs(reason)))
-}
-
-/// Mounts and devices of the image that the new container is not given. They are never taken from
-/// the image: what the new spec does not give, the container does not get.
-fn missing_in_spec(manifest: &Manifest, spec: &Spec) -> Option<String> {
-    let mounts: BTreeSet<String> = spec::gpu_mounts(spec).into_iter().collect();
-    let devices: BTreeSet<String> = spec::gpu_devices(spec).into_iter().collect();
-    let missing: Vec<&str> = manifest
-        .gpu_mounts
-        .iter()
-        .filter(|path| !mounts.contains(*path))
-        .chain(manifest.gpu_devices.iter().filter(|path| !devices.contains(*path)))
-        .map(String::as_str)
-        .collect();
-    if missing.is_empty() {
-        return None;
-    }
-    Some(format!(
-        "its processes use {}, which the new container's config.json does not give; create the \
-         container with the same GPU options as the one that was checkpointed",
-        missing.join(", ")
-    ))
+    // Last, because it writes.
+    parts.container.complete(request.image, request.manifest)
 }
 
 /// What the driver of this host lacks. A restored process goes on with the libcuda it has mapped,
@@ -135,14 +131,18 @@ fn missing_on_host(manifest: &Manifest, facts: &DriverFacts) -> Option<String> {
 fn run(
     parts: &mut RestoreParts<'_>,
     request: &Request<'_>,
+    spec: &Spec,
     progress: &mut Progress,
 ) -> Result<(), Cause> {
     progress.enter(Phase::CriuRestore);
     parts.runtime.restore()?;
     interruptible(parts)?;
 
-    progress.enter(Phase::Match);
+    progress.enter(Phase::DeviceNodes);
     let (init, processes) = (parts.restored)()?;
+    parts.container.make_nodes(init, spec)?;
+
+    progress.enter(Phase::Match);
     let processes = processes.as_ref();
     let cuda = match_processes(parts.driver, processes, request.manifest)?;
     let mut entry = Entry::new(request.container, init, false, request.image);

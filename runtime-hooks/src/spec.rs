@@ -67,9 +67,13 @@ pub fn gpu_devices(spec: &Spec) -> Vec<String> {
     paths
 }
 
+/// By its name: NVIDIA's own in most cases, and what NVIDIA's CDI mounts under another. Those are
+/// libraries of the driver (libcuda, libcudadebugger, libnvcuvid, libnvoptix, libnvsdm and so on)
+/// and what WSL has instead of device nodes.
 fn is_driver_path(path: &str) -> bool {
     let name = path.rsplit('/').next().unwrap_or_default();
-    path.contains("nvidia") || name.starts_with("libcuda.so")
+    let library = ["libcuda", "libnv", "libdxcore"].iter().any(|start| name.starts_with(start));
+    path.contains("nvidia") || (library && name.contains(".so"))
 }
 
 /// Mounts of the container that CRIU cannot restore: binds that are not in config.json.
@@ -77,10 +81,13 @@ fn is_driver_path(path: &str) -> bool {
 /// CRIU knows mounts from outside only by the list that runc makes of config.json. NVIDIA's legacy
 /// hook mounts behind its back, and the dump fails with "doesn't have a proper root mount" or
 /// "unreachable sharing" after the work is done (runc#4522). Other file systems that the
-/// application mounted itself (tmpfs, proc) are CRIU's own business.
+/// application mounted itself (tmpfs, proc) are CRIU's own business; and so are parts of such a
+/// tmpfs in a second place, like the one that NVIDIA's CDI hook puts over
+/// /proc/driver/nvidia/params.
 #[must_use]
 pub fn unknown_binds(spec: &Spec, mountinfo: &str) -> Vec<String> {
     let known = known_destinations(spec);
+    let own = own_tmpfs(spec, mountinfo);
     mountinfo
         .lines()
         .filter_map(|line| {
@@ -90,10 +97,31 @@ pub fn unknown_binds(spec: &Spec, mountinfo: &str) -> Vec<String> {
             let kind = right.split(' ').next()?;
             // cgroup mounts show a part of the hierarchy; mqueue, devpts and the like are whole.
             let bind = root != "/" && !kind.starts_with("cgroup");
-            let known = point == "/" || known.contains(point.as_str()) || below_bind(spec, &point);
+            let known = point == "/"
+                || known.contains(point.as_str())
+                || own.contains(left.get(2)?)
+                || below_bind(spec, &point);
             (bind && !known).then_some(point)
         })
         .collect()
+}
+
+/// The device numbers of each tmpfs that is the container's own: seen as a whole in it, and not by a
+/// bind of config.json.
+fn own_tmpfs<'a>(spec: &Spec, mountinfo: &'a str) -> BTreeSet<&'a str> {
+    let is_bound = |point: &str| {
+        spec.mounts().iter().flatten().any(|mount| {
+            mount.destination() == Path::new(point) && mount.typ().as_deref() != Some("tmpfs")
+        })
+    };
+    let lines = mountinfo.lines().filter_map(|line| {
+        let (left, right) = line.split_once(" - ")?;
+        let left: Vec<&str> = left.split(' ').collect();
+        let (device, root, point) = (*left.get(2)?, *left.get(3)?, unescape(left.get(4)?));
+        let whole = root == "/" && right.starts_with("tmpfs ");
+        (whole && !is_bound(&point) && !below_bind(spec, &point)).then_some(device)
+    });
+    lines.collect()
 }
 
 /// Whether `point` lies below a bind of config.json: a mount that came along with an `rbind`.
@@ -175,9 +203,43 @@ mod tests {
     }
 
     #[test]
+    fn a_part_of_a_tmpfs_is_known_where_the_whole_is_the_containers_own() {
+        let hook = "10 1 0:70 / /run/nvidia-ctk-hook/u rw - tmpfs tmpfs rw\n\
+                    11 2 0:70 /nvct-params /proc/driver/nvidia/params ro - tmpfs tmpfs rw\n";
+        assert_eq!(unknown_binds(&spec(), &format!("{OWN}{hook}")), Vec::<String>::new());
+        // The host's /run, of which a directory is bound.
+        for whole in
+            ["", "10 1 0:70 / /data rw - tmpfs tmpfs rw\n", "10 1 0:70 / /data/x rw - tmpfs t rw\n"]
+        {
+            let host = format!("{whole}11 1 0:70 /nvidia/socket /run/socket ro - tmpfs tmpfs rw\n");
+            assert_eq!(unknown_binds(&spec(), &format!("{OWN}{host}")), ["/run/socket"], "{whole}");
+        }
+    }
+
+    #[test]
     fn what_an_image_needs_is_named_by_destination() {
         assert_eq!(gpu_mounts(&spec()), ["/usr/lib/libcuda.so.1"]);
         assert_eq!(gpu_devices(&spec()), ["/dev/nvidia0"]);
+    }
+
+    #[test]
+    fn what_nvidias_cdi_mounts_is_known_by_name() {
+        for path in [
+            "/usr/lib/x86_64-linux-gnu/libcuda.so.580.159.04",
+            "/usr/lib/x86_64-linux-gnu/libcudadebugger.so.580.159.04",
+            "/usr/lib/x86_64-linux-gnu/libnvcuvid.so.580.159.04",
+            "/usr/lib/x86_64-linux-gnu/libnvoptix.so.580.159.04",
+            "/usr/lib/x86_64-linux-gnu/libnvidia-ml.so.580.159.04",
+            "/usr/lib/x86_64-linux-gnu/libEGL_nvidia.so.580.159.04",
+            "/usr/bin/nvidia-smi",
+            "/run/nvidia-persistenced/socket",
+            "/lib/firmware/nvidia/580.159.04/gsp_ga10x.bin",
+        ] {
+            assert!(is_driver_path(path), "{path}");
+        }
+        for path in ["/data/libnvme", "/etc/hosts", "/usr/lib/libcurl.so.4", "/models/cuda"] {
+            assert!(!is_driver_path(path), "{path}");
+        }
     }
 
     #[test]

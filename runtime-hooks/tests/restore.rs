@@ -4,7 +4,6 @@
 mod common;
 
 use common::{Fault, World};
-use oci_spec::runtime::Spec;
 use stasis_config::{Manifest, manifest};
 use stasis_hooks::cuda::CudaState;
 use stasis_hooks::error::{Cause, Failure, Left};
@@ -27,12 +26,6 @@ fn image(count: i32) -> Manifest {
     }
 }
 
-fn spec(mounts: &str) -> Spec {
-    let text =
-        format!(r#"{{"ociVersion":"1.0.2","root":{{"path":"rootfs"}},"mounts":[{mounts}]}}"#);
-    serde_json::from_str(&text).unwrap()
-}
-
 /// As CRIU leaves it: running, each process CHECKPOINTED.
 fn restored(count: i32) -> World {
     let world = World::new(count, false);
@@ -44,8 +37,9 @@ fn restored(count: i32) -> World {
     world
 }
 
-fn run(world: &World, manifest: &Manifest, spec: &Spec) -> Result<(), Failure> {
+fn run(world: &World, manifest: &Manifest) -> Result<(), Failure> {
     let (mut driver, mut runtime, mut journal) = (world.clone(), world.clone(), world.clone());
+    let mut container = world.clone();
     let found = || {
         let gone = world.with(|state| state.processes.is_empty());
         if gone {
@@ -58,23 +52,19 @@ fn run(world: &World, manifest: &Manifest, spec: &Spec) -> Result<(), Failure> {
         driver: &mut driver,
         runtime: &mut runtime,
         journal: &mut journal,
+        container: &mut container,
         restored: &found,
         interrupted: &|| world.with(|state| state.interrupted),
     };
-    let request = Request {
-        container: "c1",
-        image: "/image".as_ref(),
-        manifest,
-        spec,
-        limits: World::limits(),
-    };
+    let request =
+        Request { container: "c1", image: "/image".as_ref(), manifest, limits: World::limits() };
     restore(&mut parts, &request)
 }
 
 #[test]
 fn it_has_started_only_when_its_cuda_works() {
     let world = restored(3);
-    run(&world, &image(3), &spec("")).unwrap();
+    run(&world, &image(3)).unwrap();
     assert_eq!(world.states(), [CudaState::Running; 3]);
     world.with(|state| assert!(state.entry.is_none()));
     assert_eq!(world.log().iter().filter(|call| *call == "restore").count(), 1, "in parallel");
@@ -83,7 +73,7 @@ fn it_has_started_only_when_its_cuda_works() {
 #[test]
 fn a_passing_lack_of_memory_is_waited_for() {
     let world = restored(1).fault("restore", Fault::Error(2), 2);
-    run(&world, &image(1), &spec("")).unwrap();
+    run(&world, &image(1)).unwrap();
     assert_eq!(world.states(), [CudaState::Running]);
 }
 
@@ -92,7 +82,7 @@ fn a_lost_caller_is_no_lost_operation() {
     for fault in [Fault::HangAfter, Fault::Crash] {
         for call in ["restore", "unlock"] {
             let world = restored(1).fault(call, fault, 1);
-            run(&world, &image(1), &spec("")).unwrap();
+            run(&world, &image(1)).unwrap();
             assert_eq!(world.states(), [CudaState::Running], "{call} {fault:?}");
         }
     }
@@ -100,11 +90,11 @@ fn a_lost_caller_is_no_lost_operation() {
 
 #[test]
 fn every_failure_leaves_nothing() {
-    let calls = ["runc-restore", "restore", "unlock", "states", "probe", "journal"];
+    let calls = ["runc-restore", "nodes", "restore", "unlock", "states", "probe", "journal"];
     for call in calls {
         for fault in [Fault::Error(999), Fault::Hang, Fault::Lie] {
             let world = restored(2).fault(call, fault, 99);
-            let failure = run(&world, &image(2), &spec("")).unwrap_err();
+            let failure = run(&world, &image(2)).unwrap_err();
             assert!(matches!(failure.left, Left::Removed), "{call}: {failure}");
             world.with(|state| {
                 assert!(state.processes.is_empty(), "{call} left processes");
@@ -119,42 +109,58 @@ fn every_failure_leaves_nothing() {
 fn an_interrupted_restore_leaves_nothing() {
     let world = restored(1);
     world.with(|state| state.interrupted = true);
-    let failure = run(&world, &image(1), &spec("")).unwrap_err();
+    let failure = run(&world, &image(1)).unwrap_err();
     assert!(failure.to_string().contains("interrupted"));
     assert!(world.with(|state| state.processes.is_empty()));
 }
 
 #[test]
 fn a_process_that_is_missing_is_named() {
-    let failure = run(&restored(1), &image(2), &spec("")).unwrap_err();
+    let failure = run(&restored(1), &image(2)).unwrap_err();
     assert!(failure.to_string().contains("process 3 (p2)"), "{failure}");
 }
 
 #[test]
-fn what_the_new_container_is_not_given_is_refused_before_anything_runs() {
-    let mut manifest = image(1);
-    manifest.gpu_mounts = vec!["/usr/lib/libcuda.so.1".into()];
-    manifest.gpu_devices = vec!["/dev/nvidia0".into()];
-    let world = restored(1);
-    let failure = run(&world, &manifest, &spec("")).unwrap_err();
-    let text = failure.to_string();
-    assert!(text.contains("/usr/lib/libcuda.so.1, /dev/nvidia0"), "{text}");
+fn what_the_new_container_may_not_have_is_refused_before_anything_runs() {
+    let world = restored(1).fault("complete", Fault::Error(1), 1);
+    let failure = run(&world, &image(1)).unwrap_err();
+    assert!(failure.to_string().contains("not given"), "{failure}");
     assert!(matches!(failure.left, Left::Untouched));
     assert!(!world.log().contains(&"runc-restore".to_owned()));
+}
+
+#[test]
+fn config_json_is_complete_before_runc_and_the_nodes_are_there_before_the_driver() {
+    let world = restored(1);
+    run(&world, &image(1)).unwrap();
+    let log = world.log();
+    let at = |call: &str| log.iter().position(|logged| logged == call).unwrap();
+    assert!(at("complete") < at("runc-restore"));
+    assert!(at("runc-restore") < at("nodes") && at("nodes") < at("probe"));
+    assert!(!log.contains(&"put-back".to_owned()), "it stays for the next checkpoint");
+}
+
+#[test]
+fn config_json_is_put_back_after_each_failure() {
+    for call in ["complete", "runc-restore", "nodes", "probe", "restore", "unlock", "journal"] {
+        let world = restored(1).fault(call, Fault::Error(999), 99);
+        run(&world, &image(1)).unwrap_err();
+        assert!(world.log().contains(&"put-back".to_owned()), "{call}");
+    }
 }
 
 #[test]
 fn another_driver_is_refused() {
     let mut manifest = image(1);
     manifest.driver.version = "550.54".into();
-    let failure = run(&restored(1), &manifest, &spec("")).unwrap_err();
+    let failure = run(&restored(1), &manifest).unwrap_err();
     assert!(failure.to_string().contains("made with driver 550.54, and this host has 580.1"));
 }
 
 #[test]
 fn a_host_without_driver_is_refused() {
     let world = restored(1).fault("facts", Fault::Error(1), 9);
-    let failure = run(&world, &image(1), &spec("")).unwrap_err();
+    let failure = run(&world, &image(1)).unwrap_err();
     assert!(failure.to_string().contains("libcuda"), "{failure}");
     assert!(!world.log().contains(&"runc-restore".to_owned()));
 }
@@ -163,7 +169,7 @@ fn a_host_without_driver_is_refused() {
 fn cuda_that_the_manifest_does_not_name_is_not_started() {
     for named in [0, 1] {
         let world = restored(2);
-        let failure = run(&world, &image(named), &spec("")).unwrap_err();
+        let failure = run(&world, &image(named)).unwrap_err();
         assert!(failure.to_string().contains("manifest does not name it"), "{failure}");
         assert!(world.with(|state| state.processes.is_empty()));
     }
@@ -176,6 +182,6 @@ fn an_image_without_cuda_needs_no_driver() {
         state.cuda.clear();
         state.processes[1].devices.clear();
     });
-    run(&world, &image(0), &spec("")).unwrap();
+    run(&world, &image(0)).unwrap();
     assert!(!world.log().contains(&"restore".to_owned()));
 }

@@ -11,6 +11,7 @@ use nix::sys::signal::Signal;
 use stasis_config::{Annotations, Manifest};
 
 use super::Context;
+use crate::cdi::Bundle;
 use crate::checkpoint::{self, After, LOCK_PATIENCE};
 use crate::child::Program;
 use crate::container::{Container, ContainerError};
@@ -116,8 +117,8 @@ pub(super) fn restore(context: &Context<'_>) -> anyhow::Result<ExitCode> {
     interrupt::listen()?;
     let mut tools = Tools::new(context, journal)?;
     let bundle = absolute(&arguments.bundle())?;
-    let spec = spec::load(&bundle).map_err(|error| refused(error.into()))?;
     let annotations = annotations(context, &bundle).map_err(refused)?;
+    let mut bundle = Bundle::new(&bundle, context.config);
     tools.runc.criu.add(manifest.dump);
     tools.runc.criu.without_plugins = true;
     let restored = || -> Result<_, Cause> {
@@ -129,6 +130,7 @@ pub(super) fn restore(context: &Context<'_>) -> anyhow::Result<ExitCode> {
         driver: &mut tools.driver,
         runtime: &mut tools.runc,
         journal: &mut tools.journal,
+        container: &mut bundle,
         restored: &restored,
         interrupted: &interrupt::interrupted,
     };
@@ -136,7 +138,6 @@ pub(super) fn restore(context: &Context<'_>) -> anyhow::Result<ExitCode> {
         container: context.id,
         image: &image,
         manifest: &manifest,
-        spec: &spec,
         limits: Limits::new(&context.config.cuda, annotations.lock_timeout),
     };
     restore::restore(&mut parts, &request)?;

@@ -3,6 +3,7 @@
 //! Run by `make e2e FILTER=word`, inside the lab. A test's name is that of its module and its
 //! own; FILTER is any part of it.
 
+mod cdi;
 mod containers;
 mod criu;
 mod exec;
@@ -99,7 +100,12 @@ fn is_for_shims(module: &str, test: &str) -> bool {
 
 /// The tests of the front ends, each in every lab that has it.
 fn front_ends() -> Vec<(&'static str, Place, Vec<Test>)> {
-    vec![("samples", Place::SHARED, samples::tests())]
+    vec![
+        ("samples", Place::SHARED, samples::tests()),
+        ("cdi", Place::SHARED, cdi::tests()),
+        ("cdi_stasis", Place::apart(Shim::Stasis), cdi::tests_of_clients()),
+        ("cdi_v2", Place::apart(Shim::StasisAsV2), cdi::tests_of_clients()),
+    ]
 }
 
 /// All tests of a lab, and of all labs if none is given.

@@ -1,0 +1,110 @@
+//! CDI specifications for the emulated GPU of a test.
+//!
+//! They lie where every tool looks for them, so each test has a vendor of its own.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use anyhow::Result;
+use serde_json::{Value, json};
+
+use crate::gpu::{self, Gpu};
+use crate::image;
+
+/// Where the administrator of a host puts specifications.
+const DIRECTORY: &str = "/etc/cdi";
+
+/// The specification of one test's GPU. It goes when this is dropped.
+#[derive(Debug)]
+pub struct Cdi {
+    path: PathBuf,
+    kind: String,
+    contents: Value,
+}
+
+impl Cdi {
+    /// Writes one with the device `0` for a test of this name, where every tool finds it.
+    pub fn install(name: &str, gpu: &Gpu) -> Result<Self> {
+        Self::install_in(Path::new(DIRECTORY), name, gpu)
+    }
+
+    /// The same in another directory.
+    pub fn install_in(directory: &Path, name: &str, gpu: &Gpu) -> Result<Self> {
+        let kind = format!("{name}.test/gpu");
+        let library = |destination: &str| {
+            json!({
+                "hostPath": gpu.library(),
+                "containerPath": format!("{}/{destination}", image::LIBRARIES),
+                "options": ["ro", "nosuid", "nodev", "rbind", "rprivate"],
+            })
+        };
+        let contents = json!({
+            "cdiVersion": "0.5.0",
+            "kind": kind,
+            "devices": [{
+                "name": "0",
+                "containerEdits": { "deviceNodes": [{ "path": "/dev/nvidia0" }] },
+            }],
+            "containerEdits": {
+                // As NVIDIA's have it, so that no other hook gives the GPU again.
+                "env": ["NVIDIA_VISIBLE_DEVICES=void"],
+                "mounts": [
+                    library("libcuda.so.1"),
+                    library("libnvidia-ml.so.1"),
+                    {
+                        "hostPath": gpu.store(),
+                        "containerPath": gpu::INSIDE,
+                        "options": ["rw", "nosuid", "rbind", "rprivate"],
+                    },
+                ],
+            },
+        });
+        let path = directory.join(format!("{name}.json"));
+        fs::create_dir_all(directory)?;
+        let cdi = Self { path, kind, contents };
+        cdi.write()?;
+        Ok(cdi)
+    }
+
+    /// The device as tools name it: `--device` of Docker, Podman, nerdctl and ctr.
+    #[must_use]
+    pub fn device(&self) -> String {
+        format!("{}=0", self.kind)
+    }
+
+    /// The file.
+    #[must_use]
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Makes the card the one whose node on the host is `node`.
+    pub fn set_node(&mut self, node: &Path) -> Result<()> {
+        let nodes = json!([{ "path": "/dev/nvidia0", "hostPath": node }]);
+        self.contents["devices"][0]["containerEdits"]["deviceNodes"] = nodes;
+        self.write()
+    }
+
+    /// Adds a mount, read-only.
+    pub fn add_mount(&mut self, host: &Path, container: &str) -> Result<()> {
+        let mount =
+            json!({"hostPath": host, "containerPath": container, "options": ["ro", "bind"]});
+        if let Some(mounts) = self.contents["containerEdits"]["mounts"].as_array_mut() {
+            mounts.push(mount);
+        }
+        self.write()
+    }
+
+    fn write(&self) -> Result<()> {
+        // Renamed, because other tests' tools read all files of the directory.
+        let new = self.path.with_extension("new");
+        fs::write(&new, self.contents.to_string())?;
+        Ok(fs::rename(new, &self.path)?)
+    }
+}
+
+impl Drop for Cdi {
+    fn drop(&mut self) {
+        let _ = fs::remove_file(&self.path);
+    }
+}

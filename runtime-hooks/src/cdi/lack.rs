@@ -1,0 +1,163 @@
+//! What an image needs of a GPU and a config.json does not give, or not so that it works here.
+
+use std::collections::BTreeSet;
+use std::path::{Component, Path, PathBuf};
+
+use oci_spec::runtime::{LinuxDevice, Mount, Spec};
+use stasis_config::Manifest;
+
+use super::numbers::Numbers;
+use crate::spec;
+
+/// What is lacking.
+#[derive(Debug, Default, PartialEq, Eq)]
+pub(super) struct Lack {
+    /// Mounts and devices that are not in config.json.
+    pub(super) missing: Vec<String>,
+    /// Mounts that are, with a source that this host has not.
+    pub(super) gone: Vec<(String, PathBuf)>,
+    /// Device nodes that are, with other numbers than those of the same name on this host.
+    pub(super) stale: Vec<String>,
+}
+
+impl Lack {
+    /// Compares an image's manifest with the config.json of a bundle.
+    pub(super) fn of(manifest: &Manifest, spec: &Spec, bundle: &Path) -> Self {
+        let mounts = spec.mounts().as_deref().unwrap_or_default();
+        let linux = spec.linux().as_ref();
+        let devices = linux.and_then(|linux| linux.devices().as_deref()).unwrap_or_default();
+        let given_devices: BTreeSet<String> = spec::gpu_devices(spec).into_iter().collect();
+        let mut lack = Self::default();
+        for path in &manifest.gpu_mounts {
+            match mounts.iter().rfind(|mount| same_path(mount.destination(), Path::new(path))) {
+                None => lack.missing.push(path.clone()),
+                Some(mount) => {
+                    if let Some(source) = missing_source(mount, bundle) {
+                        lack.gone.push((path.clone(), source));
+                    }
+                }
+            }
+        }
+        for path in &manifest.gpu_devices {
+            let given = devices.iter().find(|device| device.path() == Path::new(path));
+            match given.filter(|_| given_devices.contains(path)) {
+                None => lack.missing.push(path.clone()),
+                Some(device) if is_stale(device) => lack.stale.push(path.clone()),
+                Some(_) => {}
+            }
+        }
+        lack
+    }
+
+    /// Whether nothing is lacking.
+    pub(super) fn is_nothing(&self) -> bool {
+        self.works() && self.stale.is_empty()
+    }
+
+    /// Whether a restore can succeed. A device with other numbers may be what its owner wants:
+    /// the second GPU under the name of the first.
+    pub(super) fn works(&self) -> bool {
+        self.missing.is_empty() && self.gone.is_empty()
+    }
+
+    /// In words, for an image.
+    pub(super) fn words(&self) -> String {
+        let mut parts = Vec::new();
+        if !self.missing.is_empty() {
+            let list = self.missing.join(", ");
+            parts.push(format!("{list}, which the new container's config.json does not give"));
+        }
+        if !self.gone.is_empty() {
+            let gone = self.gone.iter();
+            let list: Vec<_> =
+                gone.map(|(path, source)| format!("{path} from {}", source.display())).collect();
+            let list = list.join(", ");
+            parts.push(format!("{list}, which config.json mounts and this host has not"));
+        }
+        format!("its processes use {}", parts.join(", and "))
+    }
+}
+
+fn is_stale(device: &LinuxDevice) -> bool {
+    Numbers::at(device.path()).is_ok_and(|here| here != Numbers::of_spec(device))
+}
+
+/// The source of a bind mount, if it is not there.
+pub(super) fn missing_source(mount: &Mount, bundle: &Path) -> Option<PathBuf> {
+    let bind = mount.typ().as_deref() == Some("bind")
+        || mount.options().iter().flatten().any(|option| option == "bind" || option == "rbind");
+    let source = bundle.join(mount.source().as_ref()?);
+    (bind && source.metadata().is_err()).then_some(source)
+}
+
+/// Whether two paths in a container are the same as they are written.
+pub(super) fn same_path(one: &Path, other: &Path) -> bool {
+    let parts = |path: &Path| -> Vec<_> {
+        let named =
+            |part| if let Component::Normal(name) = part { Some(name.to_owned()) } else { None };
+        path.components().filter_map(named).collect()
+    };
+    parts(one) == parts(other)
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    fn manifest(mounts: &[&str], devices: &[&str]) -> Manifest {
+        let list = |paths: &[&str]| paths.iter().map(|&path| path.to_owned()).collect();
+        Manifest { gpu_mounts: list(mounts), gpu_devices: list(devices), ..Manifest::default() }
+    }
+
+    #[test]
+    fn each_kind_of_lack_is_found() {
+        let spec: Spec = serde_json::from_value(json!({
+            "ociVersion": "1.0.2", "root": {"path": "rootfs"},
+            "mounts": [
+                {"destination": "/usr//lib/libcuda.so.1/", "type": "bind", "source": "/bin"},
+                {"destination": "/lib/libnvidia-ml.so.1", "source": "/none", "options": ["rbind"]},
+                {"destination": "/run/nvidia", "type": "tmpfs", "source": "tmpfs"},
+                {"destination": "/relative/nvidia", "type": "bind", "source": "here"},
+            ],
+            "linux": {"devices": [
+                {"path": "/dev/null", "type": "c", "major": 1, "minor": 3},
+                {"path": "/dev/nvidia77", "type": "c", "major": 1, "minor": 4},
+            ]},
+        }))
+        .unwrap();
+        let bundle = tempfile::tempdir().unwrap();
+        std::fs::write(bundle.path().join("here"), "").unwrap();
+        let needs = manifest(
+            &[
+                "/usr/lib/libcuda.so.1",
+                "/lib/libnvidia-ml.so.1",
+                "/run/nvidia",
+                "/relative/nvidia",
+                "/etc/shadow",
+            ],
+            &["/dev/null", "/dev/nvidia77", "/dev/nvidia1"],
+        );
+        let lack = Lack::of(&needs, &spec, bundle.path());
+        // /dev/null is given, and is no GPU's: an image does not get to name it.
+        assert_eq!(lack.missing, ["/etc/shadow", "/dev/null", "/dev/nvidia1"]);
+        assert_eq!(lack.gone, [("/lib/libnvidia-ml.so.1".to_owned(), PathBuf::from("/none"))]);
+        assert!(lack.stale.is_empty() && !lack.works());
+        assert_eq!(
+            lack.words(),
+            "its processes use /etc/shadow, /dev/null, /dev/nvidia1, which the new container's \
+             config.json does not give, and /lib/libnvidia-ml.so.1 from /none, which config.json \
+             mounts and this host has not"
+        );
+    }
+
+    #[test]
+    fn a_device_with_other_numbers_than_the_hosts_is_noticed() {
+        let device = |minor| {
+            let text = json!({"path": "/dev/null", "type": "c", "major": 1, "minor": minor});
+            serde_json::from_value::<LinuxDevice>(text).unwrap()
+        };
+        assert!(is_stale(&device(4)) && !is_stale(&device(3)));
+    }
+}
