@@ -261,6 +261,18 @@ impl<'a> Case<'a> {
         self.site.ctr()
     }
 
+    /// Where it runs.
+    #[must_use]
+    pub fn site(&self) -> &Site {
+        &self.site
+    }
+
+    /// Its name, as a file name.
+    #[must_use]
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
     /// The containerd behind it.
     #[must_use]
     pub fn containerd(&self) -> &Containerd {
@@ -282,12 +294,6 @@ impl<'a> Case<'a> {
     /// Changes the runtime from now on.
     pub fn set(&self, settings: &Settings) -> Result<()> {
         self.runtime.set(&self.gpu, settings)
-    }
-
-    /// The test's name, as it stands in names of files.
-    #[must_use]
-    pub fn name(&self) -> &str {
-        &self.name
     }
 
     /// A new container's id; what has this id is cleaned up.

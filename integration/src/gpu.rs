@@ -11,6 +11,9 @@ use crate::image;
 /// Where containers find the store.
 pub(crate) const INSIDE: &str = "/dev/nvidia-emulated";
 
+/// The device node, which is the same for all of them.
+pub const DEVICE: &str = "/dev/nvidia0";
+
 /// An emulated GPU that no other test uses.
 #[derive(Debug)]
 pub struct Gpu {
@@ -24,6 +27,12 @@ impl Gpu {
         fs::create_dir_all(store)?;
         fs::set_permissions(store, Permissions::from_mode(0o777))?;
         Ok(Self { store: store.to_owned(), library: library.to_owned() })
+    }
+
+    /// One whose store somebody else makes.
+    #[must_use]
+    pub fn behind(store: &Path, library: &Path) -> Self {
+        Self { store: store.to_owned(), library: library.to_owned() }
     }
 
     /// The library that stands for libcuda.so.1 and libnvidia-ml.so.1.
@@ -58,19 +67,24 @@ impl Gpu {
         Ok(fs::write(self.store.join("config"), lines.join("\n") + "\n")?)
     }
 
+    /// What a container gets beside the device node: source, destination, and whether it may write.
+    #[must_use]
+    pub fn binds(&self) -> [(&Path, String, bool); 3] {
+        let library = |name: &str| format!("{}/{name}", image::LIBRARIES);
+        [
+            (&self.library, library("libcuda.so.1"), false),
+            (&self.library, library("libnvidia-ml.so.1"), false),
+            (&self.store, INSIDE.to_owned(), true),
+        ]
+    }
+
     /// What `ctr run` needs to give the GPU to a container.
     #[must_use]
     pub fn arguments(&self) -> Vec<String> {
-        let mount = |source: &Path, destination: &str, mode: &str| {
-            let source = source.display();
-            format!("type=bind,src={source},dst={destination},options=rbind:{mode}")
-        };
-        let mut arguments = vec!["--device".to_owned(), "/dev/nvidia0".to_owned()];
-        for mount in [
-            mount(&self.library, &format!("{}/libcuda.so.1", image::LIBRARIES), "ro"),
-            mount(&self.library, &format!("{}/libnvidia-ml.so.1", image::LIBRARIES), "ro"),
-            mount(&self.store, INSIDE, "rw"),
-        ] {
+        let mut arguments = vec!["--device".to_owned(), DEVICE.to_owned()];
+        for (source, destination, writes) in self.binds() {
+            let (source, mode) = (source.display(), if writes { "rw" } else { "ro" });
+            let mount = format!("type=bind,src={source},dst={destination},options=rbind:{mode}");
             arguments.extend(["--mount".to_owned(), mount]);
         }
         arguments

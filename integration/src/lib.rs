@@ -11,6 +11,7 @@ pub mod cdi;
 pub mod command;
 pub mod containerd;
 pub mod ctr;
+pub mod docker;
 pub mod events;
 pub mod gpu;
 pub mod image;

@@ -11,6 +11,7 @@ use nix::unistd::Pid;
 
 use crate::containerd::{Containerd, Environment};
 use crate::ctr::Ctr;
+use crate::docker::Dockerd;
 use crate::{processes, wait};
 
 /// Which shim a containerd finds under the name `containerd-shim-runc-v2`.
@@ -27,6 +28,10 @@ pub enum Kind {
 pub struct Site {
     kind: Kind,
     directory: PathBuf,
+    archive: PathBuf,
+    gpu_library: PathBuf,
+    /// Before containerd, so that it ends first.
+    docker: Mutex<Option<Arc<Dockerd>>>,
     containerd: Containerd,
     ctr: Ctr,
 }
@@ -48,7 +53,15 @@ impl Site {
         let containerd = Containerd::start(&directory.join("containerd"), environment)?;
         let ctr = Ctr::new(&containerd.socket(), namespace);
         ctr.import(archive)?;
-        Ok(Self { kind, directory: directory.to_owned(), containerd, ctr })
+        Ok(Self {
+            kind,
+            directory: directory.to_owned(),
+            archive: archive.to_owned(),
+            gpu_library: binaries.join("libstasis_emulated_gpu.so"),
+            docker: Mutex::default(),
+            containerd,
+            ctr,
+        })
     }
 
     /// The client of this containerd.
@@ -61,6 +74,23 @@ impl Site {
     #[must_use]
     pub fn containerd(&self) -> &Containerd {
         &self.containerd
+    }
+
+    /// The library that stands for the driver's.
+    #[must_use]
+    pub fn gpu_library(&self) -> &Path {
+        &self.gpu_library
+    }
+
+    /// The Docker on top of it, started when it is first asked for.
+    pub fn docker(&self) -> Result<Arc<Dockerd>> {
+        let mut docker = self.docker.lock().map_err(|_| anyhow!("a test panicked"))?;
+        if let Some(docker) = &*docker {
+            return Ok(Arc::clone(docker));
+        }
+        let started = Arc::new(Dockerd::start(self, &self.archive)?);
+        *docker = Some(Arc::clone(&started));
+        Ok(started)
     }
 
     /// Where it lies.

@@ -18,7 +18,7 @@ mod restore;
 
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
-use std::sync::atomic::AtomicI32;
+use std::sync::atomic::{AtomicBool, AtomicI32, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -97,7 +97,9 @@ pub struct Container {
     /// The engine's process while a restore is under way, else 0.
     restoring: Arc<AtomicI32>,
     inner: Mutex<Inner>,
-    /// An exec or an update has ended.
+    /// A checkpoint that ends it is under way.
+    ending: AtomicBool,
+    /// Something that was under way has ended.
     quiet: Notify,
 }
 
@@ -258,6 +260,25 @@ impl Container {
         }
     }
 
+    /// Its end, once it comes, is told at once.
+    fn no_longer_ending(&self) {
+        self.ending.store(false, Ordering::Relaxed);
+        self.quiet.notify_waiters();
+    }
+
+    /// Waits until no checkpoint that ends it is under way, or it was killed.
+    async fn checkpointed(&self) {
+        loop {
+            let ended = self.quiet.notified();
+            tokio::pin!(ended);
+            ended.as_mut().enable();
+            if !self.ending.load(Ordering::Relaxed) {
+                return;
+            }
+            ended.await;
+        }
+    }
+
     /// Begins an exec or an update.
     fn begin_short(&self, action: Action) -> Result<Short<'_>, TaskError> {
         let mut inner = self.inner();
@@ -296,6 +317,7 @@ struct UnderWay<'a>(&'a Container);
 impl Drop for UnderWay<'_> {
     fn drop(&mut self) {
         self.0.inner().under_way = None;
+        self.0.no_longer_ending();
     }
 }
 

@@ -300,6 +300,41 @@ fn a_dump_that_hangs_is_ended_with_the_dead_unless_the_end_was_asked_for() {
 }
 
 #[test]
+fn a_checkpoint_that_ends_it_is_answered_before_its_end_is_told() {
+    run(async {
+        let world = World::new().await;
+        world.running("c1").await;
+        let dump = world.runtime.hold("checkpoint");
+        let checkpoint = world.checkpoint_and("c1", true);
+        world.runtime.called("checkpoint").await;
+        world.runtime.end();
+        let told = tokio::time::timeout(Duration::from_millis(200), world.wait("c1")).await;
+        assert!(told.is_err(), "its end was told while the checkpoint was under way");
+        dump.notify_one();
+        checkpoint.await.unwrap().unwrap();
+        world.wait("c1").await.unwrap();
+        assert_eq!(world.events(4).await[2..], ["/tasks/checkpointed", "/tasks/exit c1"]);
+    });
+}
+
+#[test]
+fn a_kill_during_such_a_checkpoint_is_told_at_once() {
+    run(async {
+        let world = World::new().await;
+        world.running("c1").await;
+        let dump = world.runtime.hold("checkpoint");
+        let checkpoint = world.checkpoint_and("c1", true);
+        world.runtime.called("checkpoint").await;
+        world.runtime.end();
+        // Whether or not runc still finds something to kill.
+        let _ = world.kill("c1").await;
+        tokio::time::timeout(Duration::from_secs(2), world.wait("c1")).await.unwrap().unwrap();
+        dump.notify_one();
+        let _ = checkpoint.await.unwrap();
+    });
+}
+
+#[test]
 fn it_is_deleted_once() {
     run(async {
         let world = World::new().await;

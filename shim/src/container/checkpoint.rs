@@ -71,6 +71,7 @@ impl Container {
             return Err(TaskError::Invalid("a checkpoint needs a path for its image".to_owned()));
         }
         let _under_way = self.begin(Action::Checkpoint).await?;
+        self.ending.store(request.exit, Ordering::Relaxed);
         let temporary = self.fixed.bundle.join("work/criu-work");
         let work = request.work.as_ref().unwrap_or(&temporary);
         let call = Call::new("checkpoint", request.arguments(work, &self.id)).through_engine(true);

@@ -1,12 +1,13 @@
 //! Create: everything that there is before the first instruction of the container.
 //!
-//! With a checkpoint only rootfs and stdio are made: CRI unpacks files of the image into the rootfs
+//! With a checkpoint only the rootfs is made: CRI unpacks files of the image into the rootfs
 //! before Start, which restores.
 
 use std::collections::HashMap;
 use std::fs::{self, DirBuilder};
 use std::os::unix::fs::DirBuilderExt as _;
 use std::path::{Path, PathBuf};
+use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex};
 
 use containerd_shim::protos::events::task::{TaskCreate, TaskIO};
@@ -93,12 +94,17 @@ impl Container {
 
         let mounted = mount(&bundle, rootfs).await?;
         let owner = Owner { uid: options.io_uid, gid: options.io_gid };
-        let io = ProcessIo::open(&stdio, &id, &shared.namespace, owner, &shared.reaper).await;
-        let io = match io {
-            Ok(io) => io,
-            Err(error) => {
-                unmount(mounted.as_deref()).await;
-                return Err(TaskError::failed(&error));
+        // A client that gives up between Create and Start first waits until nobody writes to its
+        // FIFOs, so one that is to be restored has none open until then.
+        let io = if checkpoint.is_some() {
+            None
+        } else {
+            match ProcessIo::open(&stdio, &id, &shared.namespace, owner, &shared.reaper).await {
+                Ok(io) => Some(io),
+                Err(error) => {
+                    unmount(mounted.as_deref()).await;
+                    return Err(TaskError::failed(&error));
+                }
             }
         };
         let fixed = Fixed {
@@ -114,7 +120,7 @@ impl Container {
             bundle,
         };
         let runtime = (shared.runtime)(runc);
-        let container = Arc::new(Self::new(id, shared, runtime, fixed, stdio, Some(io)));
+        let container = Arc::new(Self::new(id, shared, runtime, fixed, stdio, io));
         if container.fixed.checkpoint.is_none()
             && let Err(error) = container.run_create().await
         {
@@ -152,6 +158,7 @@ impl Container {
             runtime,
             fixed,
             restoring: Arc::default(),
+            ending: AtomicBool::default(),
             inner: Mutex::new(inner),
             quiet: tokio::sync::Notify::new(),
         }

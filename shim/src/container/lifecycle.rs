@@ -72,6 +72,11 @@ impl Container {
                 exec.wait().await;
             }
         }
+        // Docker deletes what has ended, and containerd then closes the connection on which a
+        // checkpoint was still to be answered: a good image counted as failed. Without a limit: with
+        // connections kept CRIU kills, and the image has still to be synced and its manifest
+        // written. A Kill ends the wait.
+        self.checkpointed().await;
         // What is still to be told of its memory comes before its end.
         self.shared.oom.remove(&self.id);
         self.init.ended().await;
@@ -109,6 +114,9 @@ impl Container {
             let mut inner = self.inner();
             let before = inner.killed;
             inner.killed |= fatal;
+            if fatal {
+                self.no_longer_ending();
+            }
             (before, inner.state == State::CreatedFromCheckpoint && inner.under_way.is_some())
         };
         let mut arguments: Vec<String> = Vec::new();

@@ -14,6 +14,7 @@ use crate::process::{KILLED, UNKNOWN_STATUS};
 use crate::reaper::Exit;
 use crate::runc::{Call, CallIo};
 use crate::state::State;
+use crate::stdio::ProcessIo;
 
 impl Container {
     /// `runc restore`, through the engine: an image with CUDA runs when its CUDA works. On failure
@@ -42,6 +43,10 @@ impl Container {
         arguments.push(image.into());
         arguments.extend(["--work-path".into(), criu_work.into(), "--detach".into()]);
         arguments.extend(["--pid-file".into(), pid_file.clone().into()]);
+        let (stdio, shared) = (&self.init.stdio, &self.shared);
+        let owner = self.fixed.owner;
+        let io = ProcessIo::open(stdio, &self.id, &shared.namespace, owner, &shared.reaper).await;
+        self.init.set_io(io.map_err(|error| TaskError::failed(&error))?).await;
         let (ends, socket) = self.init.child_ends().await?;
         if let Some(socket) = socket {
             arguments.extend(["--console-socket".into(), socket.into()]);

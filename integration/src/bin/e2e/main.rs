@@ -6,6 +6,7 @@
 mod cdi;
 mod containers;
 mod criu;
+mod docker;
 mod exec;
 mod failures;
 mod hostile;
@@ -52,7 +53,6 @@ impl Test {
     }
 
     /// The same, for these labs only.
-    #[expect(dead_code, reason = "for the front ends")]
     fn only(mut self, suites: &'static [Suite]) -> Self {
         self.suites = suites;
         self
@@ -100,12 +100,14 @@ fn is_for_shims(module: &str, test: &str) -> bool {
 
 /// The tests of the front ends, each in every lab that has it.
 fn front_ends() -> Vec<(&'static str, Place, Vec<Test>)> {
-    vec![
+    let mut modules = vec![
         ("samples", Place::SHARED, samples::tests()),
         ("cdi", Place::SHARED, cdi::tests()),
         ("cdi_stasis", Place::apart(Shim::Stasis), cdi::tests_of_clients()),
         ("cdi_v2", Place::apart(Shim::StasisAsV2), cdi::tests_of_clients()),
-    ]
+    ];
+    modules.extend(docker::tests().into_iter().map(|(place, tests)| ("docker", place, tests)));
+    modules
 }
 
 /// All tests of a lab, and of all labs if none is given.
