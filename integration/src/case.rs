@@ -291,6 +291,12 @@ impl<'a> Case<'a> {
         self.lab.binaries.join(name)
     }
 
+    /// The files of which the image of [`image::NAME`] was made.
+    #[must_use]
+    pub fn image_parts(&self) -> PathBuf {
+        self.lab.directory.join("image/parts")
+    }
+
     /// Changes the runtime from now on.
     pub fn set(&self, settings: &Settings) -> Result<()> {
         self.runtime.set(&self.gpu, settings)

@@ -47,12 +47,9 @@ pub struct Containerd {
 impl Containerd {
     /// Starts one in a directory, and waits until it answers.
     pub fn start(directory: &Path, environment: Environment) -> Result<Self> {
-        fs::create_dir_all(directory)?;
         let shown = directory.display();
-        fs::write(
-            directory.join("config.toml"),
-            format!(
-                r#"version = 2
+        let config = format!(
+            r#"version = 2
 root = "{shown}/root"
 state = "{shown}/state"
 disabled_plugins = ["io.containerd.grpc.v1.cri", "io.containerd.internal.v1.opt"]
@@ -67,8 +64,15 @@ schedule_delay = "0s"
 [grpc]
 address = "{shown}/containerd.sock"
 "#
-            ),
-        )?;
+        );
+        Self::configured(directory, &config, environment)
+    }
+
+    /// Starts one in a directory with this configuration, which names the directory as
+    /// [`Containerd::start`]'s does.
+    pub fn configured(directory: &Path, config: &str, environment: Environment) -> Result<Self> {
+        fs::create_dir_all(directory)?;
+        fs::write(directory.join("config.toml"), config)?;
         let child = Mutex::new(spawn(directory, &environment)?);
         let containerd = Self { child, directory: directory.to_owned(), environment };
         containerd.answers()?;

@@ -5,6 +5,7 @@ use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 
 use anyhow::Result;
+use serde_json::{Value, json};
 
 use crate::image;
 
@@ -88,5 +89,19 @@ impl Gpu {
             arguments.extend(["--mount".to_owned(), mount]);
         }
         arguments
+    }
+
+    /// The devices and the mounts that give the GPU to a container of CRI.
+    #[must_use]
+    pub fn for_cri(&self) -> (Value, Value) {
+        let mount = |source: &Path, destination: &str, readonly: bool| json!({ "host_path": source, "container_path": destination, "readonly": readonly });
+        let node = "/dev/nvidia0";
+        let devices = json!([{ "host_path": node, "container_path": node, "permissions": "rw" }]);
+        let mounts = json!([
+            mount(&self.library, &format!("{}/libcuda.so.1", image::LIBRARIES), true),
+            mount(&self.library, &format!("{}/libnvidia-ml.so.1", image::LIBRARIES), true),
+            mount(&self.store, INSIDE, false),
+        ]);
+        (devices, mounts)
     }
 }

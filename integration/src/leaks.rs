@@ -32,13 +32,37 @@ fn mounts(text: &str) -> Result<Vec<String>> {
 pub fn container(namespace: &str, id: &str) -> Result<()> {
     let path = format!("{namespace}/{id}");
     let _ = wait::until("empty cgroups", LIMIT, || Ok(cgroups(&path).is_empty().then_some(())));
-    let left: Vec<_> = processes::in_cgroup(&path).into_iter().map(processes::describe).collect();
-    ensure!(left.is_empty(), "processes of container {id} are left: {left:#?}");
+    processes_and_mounts(&path, id)?;
     let left = cgroups(&path);
     ensure!(left.is_empty(), "cgroups of container {id} are left: {left:#?}");
+    Ok(())
+}
+
+/// Checks that the processes in a cgroup are gone, and the mounts of what it is called.
+pub fn processes_and_mounts(cgroup: &str, id: &str) -> Result<()> {
+    let left: Vec<_> = processes::in_cgroup(cgroup).into_iter().map(processes::describe).collect();
+    ensure!(left.is_empty(), "processes of container {id} are left: {left:#?}");
     let left = mounts(&format!("/{id}/"))?;
     ensure!(left.is_empty(), "mounts of container {id} are left: {left:#?}");
     Ok(())
+}
+
+/// Removes a cgroup that others were asked to make their own below of; those have to be gone.
+pub fn remove_cgroup(path: &str) -> Result<()> {
+    for cgroup in cgroups(path) {
+        // What was killed leaves its cgroup a little later.
+        let _ = wait::until("an empty cgroup", LIMIT, || Ok(fs::remove_dir(&cgroup).ok()));
+    }
+    let left: Vec<_> = cgroups(path).iter().flat_map(|cgroup| below(cgroup)).collect();
+    ensure!(left.is_empty(), "cgroups are left: {left:#?}");
+    Ok(())
+}
+
+/// A cgroup and those below it.
+fn below(cgroup: &Path) -> Vec<PathBuf> {
+    let entries = fs::read_dir(cgroup).into_iter().flatten().flatten().map(|entry| entry.path());
+    let inner = entries.filter(|entry| entry.is_dir()).flat_map(|entry| below(&entry));
+    [cgroup.to_owned()].into_iter().chain(inner).collect()
 }
 
 /// Checks that nothing works on in a test's directory: processes that its runtime started,

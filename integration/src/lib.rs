@@ -10,6 +10,7 @@ pub mod case;
 pub mod cdi;
 pub mod command;
 pub mod containerd;
+pub mod cri;
 pub mod ctr;
 pub mod docker;
 pub mod events;

@@ -55,6 +55,7 @@ fn run(program: &Path, words: &[OsString]) -> anyhow::Result<()> {
                 None => socket::inherited()?,
             };
             let settings = server::Settings {
+                socket_name: boot::other_name(&arguments, &listener),
                 namespace: arguments.namespace,
                 containerd: std::env::var("TTRPC_ADDRESS")?,
                 log_level: level.as_str().to_ascii_lowercase(),

@@ -2,6 +2,7 @@
 
 use std::collections::HashMap;
 use std::os::unix::net::UnixListener;
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -30,6 +31,8 @@ pub struct Settings {
     pub containerd: String,
     /// From which level on is logged.
     pub log_level: String,
+    /// Another name of the socket, which goes with it.
+    pub socket_name: Option<PathBuf>,
 }
 
 /// The name of the Task service up to containerd 1.7, and what 2.x calls the same one.
@@ -86,7 +89,7 @@ async fn run(settings: &Settings, listener: UnixListener) -> anyhow::Result<()> 
         _ = interrupt.recv() => tracing::warn!("SIGINT: the shim ends"),
     }
     // First its name, so that nobody finds it any more.
-    if let Err(error) = socket::retire(&socket) {
+    if let Err(error) = socket::retire(&socket, settings.socket_name.as_deref()) {
         tracing::warn!(%error, "the socket stays behind");
     }
     let _ = server.shutdown().await;

@@ -60,6 +60,24 @@ impl std::fmt::Display for Address {
     }
 }
 
+/// Where containerd's own shim would have the server of this container's pod, in the directory of
+/// ours; `None` if the container is in no pod.
+///
+/// A container that CRI restores is created without the runtime class's `runtime_path`: containerd
+/// runs whatever PATH has as `containerd-shim-runc-v2`, and that one looks here for the pod's
+/// server. The pod is ours, so the name is free, and leads to us.
+pub(super) fn gos_path(
+    directory: &Path,
+    containerd: &str,
+    namespace: &str,
+    spec: &Spec,
+) -> Option<PathBuf> {
+    let [group, pod] = GROUPS.map(|name| spec.annotation(name));
+    let pod = pod.filter(|pod| group.is_none() && !pod.contains('/'))?;
+    let whole = containerd_shim::socket_address(containerd, namespace, pod);
+    Some(directory.join(whole.rsplit('/').next()?))
+}
+
 /// The group of a container.
 pub(super) fn group<'a>(spec: &'a Spec, id: &'a str) -> &'a str {
     GROUPS.iter().find_map(|name| spec.annotation(name)).unwrap_or(id)
@@ -84,6 +102,22 @@ mod tests {
         assert!(ours.starts_with("unix:///run/containerd/s/") && ours != gos);
         assert!(address("/x", "default", "123").starts_with("unix:///x/"));
         assert_eq!(ours, address(DIRECTORY, "default", "123"));
+    }
+
+    #[test]
+    fn a_pods_server_has_gos_name_too() {
+        let spec = |text: &str| serde_json::from_str::<Spec>(text).unwrap();
+        let path = |text| gos_path(Path::new("/x"), "/c.sock", "k8s.io", &spec(text));
+        let pod = path(r#"{"annotations":{"io.kubernetes.cri.sandbox-id":"s"}}"#).unwrap();
+        // sha256 of "/c.sock/k8s.io/s".
+        assert_eq!(
+            pod,
+            Path::new("/x/ac4a71ec00c0474bac6edb076446dd79209174889c72b33ae7bbd39195a0f22d")
+        );
+        let grouped = r#"{"annotations":{"io.kubernetes.cri.sandbox-id":"s","io.containerd.runc.v2.group":"g"}}"#;
+        for none in ["{}", grouped, r#"{"annotations":{"io.kubernetes.cri.sandbox-id":"../s"}}"#] {
+            assert_eq!(path(none), None);
+        }
     }
 
     #[test]

@@ -15,7 +15,7 @@ use containerd_shim::protos::protobuf::well_known_types::timestamp::Timestamp;
 use containerd_shim::protos::protobuf::{self, Message as _};
 use stasis_config::text::printable;
 
-use super::address::{Address, group};
+use super::address::{Address, gos_path, group};
 use super::start::noted_address;
 use super::{Arguments, socket};
 use crate::bundle::{PID_FILE, ROOTFS, RUNTIME_LOG, unmount};
@@ -144,7 +144,11 @@ fn remove_socket(bundle: &Path, arguments: &Arguments) -> io::Result<()> {
     let group = group(&spec, &arguments.id);
     let directory = path.parent().unwrap_or(path);
     let ours = Address::new(directory, &arguments.address, &arguments.namespace, group);
-    if ours.is_ok_and(|ours| ours.path() == path) { socket::remove_leftover(path) } else { Ok(()) }
+    if !ours.is_ok_and(|ours| ours.path() == path) {
+        return Ok(());
+    }
+    let name = gos_path(directory, &arguments.address, &arguments.namespace, &spec);
+    socket::remove_leftover(path, name.as_deref())
 }
 
 #[cfg(test)]

@@ -17,7 +17,10 @@ mod protocol;
 pub mod socket;
 mod start;
 
-use std::path::Path;
+use std::os::unix::net::UnixListener;
+use std::path::{Path, PathBuf};
+
+use crate::options::spec::Spec;
 
 pub use arguments::{Action, Arguments, ArgumentsError};
 pub use delete::{DeleteCall, DeleteError, Deleted, delete};
@@ -32,6 +35,16 @@ const VERSION: &str = env!("CARGO_PKG_VERSION");
 
 /// The commit, where the build knows it.
 const REVISION: Option<&str> = option_env!("STASIS_REVISION");
+
+/// In the server, with its first bundle as working directory: the other name that `start` gave to
+/// the listening socket, if any.
+#[must_use]
+pub fn other_name(arguments: &Arguments, listener: &UnixListener) -> Option<PathBuf> {
+    let address = listener.local_addr().ok()?;
+    let directory = address.as_pathname()?.parent()?;
+    let spec = Spec::read(Path::new(".")).ok()?;
+    address::gos_path(directory, &arguments.address, &arguments.namespace, &spec)
+}
 
 /// What `-v` prints, in the form of containerd's own shim.
 #[must_use]

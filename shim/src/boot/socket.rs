@@ -36,6 +36,8 @@ pub(super) enum Claimed {
 pub(super) struct Listening {
     listener: UnixListener,
     path: PathBuf,
+    /// Another one that leads to it.
+    name: Option<PathBuf>,
     keep: bool,
 }
 
@@ -43,6 +45,21 @@ impl Listening {
     /// Another descriptor of it, for the server.
     pub(super) fn descriptor(&self) -> io::Result<OwnedFd> {
         Ok(self.listener.try_clone()?.into())
+    }
+
+    /// Gives it another name, unless somebody listens under that.
+    pub(super) fn add_name(&mut self, name: &Path) -> io::Result<()> {
+        let _lock = lock(name, true)?;
+        if matches!(probe(&SocketAddrUnix::new(name)?)?, Found::Listener) {
+            return Ok(());
+        }
+        match fs::remove_file(name) {
+            Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
+            _ => {}
+        }
+        std::os::unix::fs::symlink(&self.path, name)?;
+        self.name = Some(name.to_owned());
+        Ok(())
     }
 
     /// It is the server's now.
@@ -56,6 +73,9 @@ impl Drop for Listening {
         if !self.keep {
             // As we still listen, nobody can have put another in its place.
             let _ = fs::remove_file(&self.path);
+            if let Some(name) = &self.name {
+                let _ = fs::remove_file(name);
+            }
         }
     }
 }
@@ -72,23 +92,31 @@ pub(super) fn claim(path: &Path) -> io::Result<Claimed> {
     }
     let socket = socket()?;
     bind(&socket, &address)?;
-    let listening = Listening { listener: socket.into(), path: path.to_owned(), keep: false };
+    let listening =
+        Listening { listener: socket.into(), path: path.to_owned(), name: None, keep: false };
     // Before listening, so that there is no moment in which others could connect.
     fs::set_permissions(path, Permissions::from_mode(0o600))?;
     listen(&listening.listener, BACKLOG)?;
     Ok(Claimed::Ours(listening))
 }
 
-/// Removes the socket of a server that is gone.
-pub(super) fn remove_leftover(path: &Path) -> io::Result<()> {
+/// Removes the socket of a server that is gone, and its other name.
+pub(super) fn remove_leftover(path: &Path, name: Option<&Path>) -> io::Result<()> {
     let _lock = match lock(path, false) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
         lock => lock?,
     };
     match probe(&SocketAddrUnix::new(path)?)? {
-        Found::Leftover => fs::remove_file(path),
-        Found::Listener | Found::Nothing => Ok(()),
+        Found::Listener => return Ok(()),
+        Found::Leftover => fs::remove_file(path)?,
+        Found::Nothing => {}
     }
+    name.map_or(Ok(()), |name| remove_name(name, path))
+}
+
+/// Removes a name if it leads to this path, and is nobody else's socket.
+fn remove_name(name: &Path, path: &Path) -> io::Result<()> {
+    if fs::read_link(name).is_ok_and(|to| to == path) { fs::remove_file(name) } else { Ok(()) }
 }
 
 /// What is at a path.
@@ -157,13 +185,14 @@ pub fn at(path: &Path) -> io::Result<UnixListener> {
     }
 }
 
-/// In the server, before it stops accepting: removes its socket. From then on a start of the
-/// group makes a server of its own.
-pub fn retire(listener: &UnixListener) -> io::Result<()> {
+/// In the server, before it stops accepting: removes its socket and that one's other name. From
+/// then on a start of the group makes a server of its own.
+pub fn retire(listener: &UnixListener, name: Option<&Path>) -> io::Result<()> {
     let address = listener.local_addr()?;
     let Some(path) = address.as_pathname() else { return Ok(()) };
     let _lock = lock(path, false)?;
-    fs::remove_file(path)
+    fs::remove_file(path)?;
+    name.map_or(Ok(()), |name| remove_name(name, path))
 }
 
 #[cfg(test)]
@@ -248,14 +277,14 @@ mod tests {
     #[test]
     fn only_sockets_of_the_dead_are_leftovers() {
         let (_directory, path) = place();
-        remove_leftover(&path).unwrap();
+        remove_leftover(&path, None).unwrap();
         let listening = ours(&path);
-        remove_leftover(&path).unwrap();
+        remove_leftover(&path, None).unwrap();
         assert!(path.exists());
         listening.keep();
-        remove_leftover(&path).unwrap();
+        remove_leftover(&path, None).unwrap();
         assert!(!path.exists());
-        remove_leftover(&path).unwrap();
+        remove_leftover(&path, None).unwrap();
     }
 
     #[test]
@@ -263,9 +292,49 @@ mod tests {
         let (_directory, path) = place();
         let listener = at(&path).unwrap();
         assert!(at(&path).is_err());
-        retire(&listener).unwrap();
+        retire(&listener, None).unwrap();
         let _next = ours(&path);
         drop(listener);
         UnixStream::connect(&path).unwrap();
+    }
+
+    #[test]
+    fn another_name_leads_to_it_and_goes_with_it() {
+        let (directory, path) = place();
+        let name = directory.path().join("s/name");
+        let named = |path: &Path| {
+            let mut listening = ours(path);
+            listening.add_name(&name).unwrap();
+            listening
+        };
+        drop(named(&path));
+        assert!(fs::symlink_metadata(&name).is_err());
+
+        // What others left is replaced, also a name that leads nowhere.
+        ours(&name).keep();
+        named(&path).keep();
+        fs::remove_file(&path).unwrap();
+        let listening = named(&path);
+        UnixStream::connect(&name).unwrap();
+        let server = listening.listener.try_clone().unwrap();
+        listening.keep();
+        remove_leftover(&path, Some(&name)).unwrap();
+        assert!(name.exists());
+        retire(&server, Some(&name)).unwrap();
+        assert!(fs::symlink_metadata(&name).is_err());
+
+        drop(server);
+        named(&path).keep();
+        remove_leftover(&path, Some(&name)).unwrap();
+        assert!(fs::symlink_metadata(&name).is_err() && !path.exists());
+
+        // Somebody else's stays.
+        let _other = ours(&name);
+        let mut listening = ours(&path);
+        listening.add_name(&name).unwrap();
+        assert!(listening.name.is_none());
+        remove_leftover(&path, Some(&name)).unwrap();
+        drop(listening);
+        UnixStream::connect(&name).unwrap();
     }
 }

@@ -14,7 +14,7 @@ use std::process::{Child, Command, Stdio};
 use rustix::thread::{CoreSchedulingScope, create_core_scheduling_cookie};
 
 use super::Arguments;
-use super::address::{Address, DIRECTORY, TooLong, group};
+use super::address::{Address, DIRECTORY, TooLong, gos_path, group};
 use super::placement::{before_parent, join_cgroup};
 use super::protocol::{Request, RequestError};
 use super::socket::{Claimed, claim};
@@ -154,10 +154,13 @@ pub fn start(
         let answer_is = request.form.answer(&address.to_string());
         answer.write_all(&answer_is).and_then(|()| answer.flush()).map_err(StartError::Answer)
     };
-    let listening = match claimed {
+    let mut listening = match claimed {
         Claimed::Taken => return give(),
         Claimed::Ours(listening) => listening,
     };
+    if let Some(name) = gos_path(directory, &arguments.address, &arguments.namespace, &spec) {
+        listening.add_name(&name).map_err(|source| StartError::Listen { path: name, source })?;
+    }
 
     let socket = listening
         .descriptor()
@@ -390,6 +393,10 @@ mod tests {
         let first = lab.start("pod", &params("pod")).unwrap();
         let second = lab.start("c2", &params("c2")).unwrap();
         assert_eq!(first, second);
+        // containerd's own shim finds it, too.
+        let gos = containerd_shim::socket_address("/c.sock", "n", "pod");
+        let gos = lab.directory.path().join(gos.rsplit('/').next().unwrap());
+        UnixStream::connect(gos).unwrap();
         assert_eq!(noted_address(&lab.directory.path().join("c2")), Some(first.clone()));
         lab.server("pod");
         assert!(!lab.directory.path().join("c2/server").exists());

@@ -5,6 +5,7 @@
 
 mod cdi;
 mod containers;
+mod cri;
 mod criu;
 mod docker;
 mod exec;
@@ -102,6 +103,7 @@ fn is_for_shims(module: &str, test: &str) -> bool {
 fn front_ends() -> Vec<(&'static str, Place, Vec<Test>)> {
     let mut modules = vec![
         ("samples", Place::SHARED, samples::tests()),
+        ("cri", Place::SHARED, cri::tests()),
         ("cdi", Place::SHARED, cdi::tests()),
         ("cdi_stasis", Place::apart(Shim::Stasis), cdi::tests_of_clients()),
         ("cdi_v2", Place::apart(Shim::StasisAsV2), cdi::tests_of_clients()),
