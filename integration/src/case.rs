@@ -17,6 +17,7 @@ use crate::gpu::Gpu;
 use crate::runtime::{Runtime, Settings};
 use crate::shim::Shim;
 use crate::site::{Kind, Pool, Site};
+use crate::suite::Suite;
 use crate::task::TaskClient;
 use crate::{command, image, leaks, udp, wait};
 
@@ -310,6 +311,11 @@ impl<'a> Case<'a> {
         id
     }
 
+    /// Cleans up after a container whose id was chosen by somebody else, too.
+    pub fn adopt(&self, id: &str) {
+        self.containers.borrow_mut().push(id.to_owned());
+    }
+
     /// Arguments of `ctr run` that choose the shim and the runtime of this test.
     #[must_use]
     pub fn runtime_arguments(&self) -> Vec<String> {
@@ -420,11 +426,12 @@ impl<'a> Case<'a> {
 
     /// `ctr tasks checkpoint`.
     ///
-    /// ctr keeps all flags to itself unless the runtime is called `io.containerd.runc.v2`. For
+    /// ctr 1.7 keeps all flags to itself unless the runtime is called `io.containerd.runc.v2`. For
     /// another name they go to the shim as containerd's client would send them.
     pub fn checkpoint(&self, id: &str, options: &Checkpoint) -> Result<()> {
         let plain = options.image.is_none() && options.work.is_none() && !options.exit;
-        if self.shim() != Shim::Stasis || plain {
+        let sent = Suite::current()?.is_some_and(Suite::has_containerd_2);
+        if self.shim() != Shim::Stasis || plain || sent {
             return self.ctr().checkpoint(id, options);
         }
         let shim = self.task(id)?;

@@ -177,7 +177,8 @@ impl Ctr {
 
     /// `ctr containers checkpoint --rw --task`.
     ///
-    /// ctr keeps quiet about a dump that failed; only the restore shows it.
+    /// ctr 1.7 keeps quiet about content that the store has already, as the second checkpoint of a
+    /// container has unless the image of the first is gone: only the restore shows it.
     pub fn checkpoint_container(&self, id: &str, image: &str) -> Result<()> {
         self.run(["containers", "checkpoint", "--rw", "--task", id, image]).map(drop)
     }

@@ -17,6 +17,7 @@ pub mod events;
 pub mod gpu;
 pub mod image;
 pub mod leaks;
+pub mod nerdctl;
 pub mod processes;
 pub mod runtime;
 pub mod seen;

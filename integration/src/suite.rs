@@ -25,6 +25,15 @@ impl Suite {
         }
     }
 
+    /// Whether its containerd and ctr are of version 2.
+    #[must_use]
+    pub fn has_containerd_2(self) -> bool {
+        match self {
+            Self::Trixie => false,
+            Self::Forky => true,
+        }
+    }
+
     /// Its name.
     #[must_use]
     pub fn word(self) -> &'static str {

@@ -25,8 +25,9 @@ use containerd_shim_protos::shim::oci::CheckpointOptions;
 use containerd_shim_protos::ttrpc::proto::{Code, KeyValue, Request};
 use containerd_shim_protos::ttrpc::{Client, Error};
 
-/// The name under which containerd 1.7 calls it, and Go's shim of that time serves it.
-const SERVICE: &str = "containerd.task.v2.Task";
+/// The names of the service: as containerd 1.7 calls it and Go's shim of that time serves it, and
+/// as the shim of containerd 2.x serves it. The messages are the same.
+const SERVICES: [&str; 2] = ["containerd.task.v2.Task", "containerd.task.v3.Task"];
 
 /// Longer than anything in a test takes: a shim that never answers fails a test.
 const LIMIT: Duration = Duration::from_secs(120);
@@ -119,6 +120,23 @@ impl TaskClient {
     }
 
     fn call<Q: Message, A: Message>(&self, method: &str, request: &Q) -> Answer<A> {
+        let [first, second] = SERVICES;
+        match self.call_service(first, method, request) {
+            Err(refused)
+                if refused.code == Some(Code::UNIMPLEMENTED) && refused.message.contains(first) =>
+            {
+                self.call_service(second, method, request)
+            }
+            answer => answer,
+        }
+    }
+
+    fn call_service<Q: Message, A: Message>(
+        &self,
+        service: &str,
+        method: &str,
+        request: &Q,
+    ) -> Answer<A> {
         let broken = |error: protobuf::Error| Refused { code: None, message: error.to_string() };
         let namespace = KeyValue {
             key: "containerd-namespace-ttrpc".to_owned(),
@@ -126,7 +144,7 @@ impl TaskClient {
             ..Default::default()
         };
         let request = Request {
-            service: SERVICE.to_owned(),
+            service: service.to_owned(),
             method: method.to_owned(),
             payload: request.write_to_bytes().map_err(broken)?,
             timeout_nano: LIMIT.as_nanos().try_into().unwrap_or(i64::MAX),

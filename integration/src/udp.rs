@@ -2,7 +2,7 @@
 
 use std::fs::File;
 use std::io::ErrorKind;
-use std::net::{Ipv4Addr, UdpSocket};
+use std::net::{Ipv4Addr, SocketAddrV4, UdpSocket};
 use std::process::Command;
 use std::thread;
 use std::time::Duration;
@@ -22,21 +22,25 @@ const ANSWER: Duration = Duration::from_secs(10);
 /// A port that nobody listens on yet is tried again; a question that got no answer is not asked
 /// twice, since the counter may have counted it.
 pub fn ask(pid: Pid, port: u16) -> Result<u64> {
-    let answer = inside(pid, move || {
-        wait::until("a listener on the counter's port", ANSWER, || {
-            let socket = UdpSocket::bind((Ipv4Addr::LOCALHOST, 0))?;
-            socket.connect((Ipv4Addr::LOCALHOST, port))?;
-            socket.set_read_timeout(Some(ANSWER))?;
-            socket.send(b"?")?;
-            let mut buffer = [0; 64];
-            match socket.recv(&mut buffer) {
-                Ok(length) => Ok(Some(String::from_utf8_lossy(&buffer[..length]).into_owned())),
-                Err(error) if error.kind() == ErrorKind::ConnectionRefused => Ok(None),
-                Err(error) => Err(error.into()),
-            }
-        })
-    })
-    .with_context(|| format!("asking the counter of process {pid} on port {port}"))?;
+    let counter = SocketAddrV4::new(Ipv4Addr::LOCALHOST, port);
+    inside(pid, move || ask_at(counter))
+        .with_context(|| format!("asking the counter of process {pid} on port {port}"))
+}
+
+/// The same from here: of a container that can be reached by a network.
+pub fn ask_at(counter: SocketAddrV4) -> Result<u64> {
+    let answer = wait::until("a listener on the counter's port", ANSWER, || {
+        let socket = UdpSocket::bind((Ipv4Addr::UNSPECIFIED, 0))?;
+        socket.connect(counter)?;
+        socket.set_read_timeout(Some(ANSWER))?;
+        socket.send(b"?")?;
+        let mut buffer = [0; 64];
+        match socket.recv(&mut buffer) {
+            Ok(length) => Ok(Some(String::from_utf8_lossy(&buffer[..length]).into_owned())),
+            Err(error) if error.kind() == ErrorKind::ConnectionRefused => Ok(None),
+            Err(error) => Err(error.into()),
+        }
+    })?;
     answer.trim().parse().with_context(|| format!("the counter answered {answer:?}"))
 }
 

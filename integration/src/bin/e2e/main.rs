@@ -7,11 +7,13 @@ mod cdi;
 mod containers;
 mod cri;
 mod criu;
+mod ctr_matrix;
 mod docker;
 mod exec;
 mod failures;
 mod hostile;
 mod killed;
+mod nerdctl;
 mod order;
 mod plain;
 mod ranks;
@@ -99,6 +101,16 @@ fn is_for_shims(module: &str, test: &str) -> bool {
     }
 }
 
+/// Those of them that the newer lab has, too: what our shim does there that depends on containerd
+/// and runc. They are quick.
+fn is_for_forky(module: &str, test: &str) -> bool {
+    match module {
+        "run" | "exec" | "order" => true,
+        "containers" => test != "large_memory",
+        _ => false,
+    }
+}
+
 /// The tests of the front ends, each in every lab that has it.
 fn front_ends() -> Vec<(&'static str, Place, Vec<Test>)> {
     let mut modules = vec![
@@ -108,14 +120,16 @@ fn front_ends() -> Vec<(&'static str, Place, Vec<Test>)> {
         ("cdi_stasis", Place::apart(Shim::Stasis), cdi::tests_of_clients()),
         ("cdi_v2", Place::apart(Shim::StasisAsV2), cdi::tests_of_clients()),
     ];
+    modules.extend(ctr_matrix::modules());
+    modules.extend(nerdctl::modules());
     modules.extend(docker::tests().into_iter().map(|(place, tests)| ("docker", place, tests)));
     modules
 }
 
 /// All tests of a lab, and of all labs if none is given.
 ///
-/// What is ours does not depend on the lab, so the tests that ask for much of it and little of the
-/// others are run in the older one only.
+/// What is ours does not depend on the lab, so most of the tests that ask for much of it and little
+/// of the others are run in the older one only.
 fn all(suite: Option<Suite>) -> Vec<(String, Run)> {
     fn add(list: &mut Vec<(String, Run)>, prefix: &str, place: Place, test: Test) {
         let Test { name, body, .. } = test;
@@ -130,18 +144,23 @@ fn all(suite: Option<Suite>) -> Vec<(String, Run)> {
             }
         }
     }
-    if suite == Some(Suite::Forky) {
-        return all;
-    }
-    for (module, tests) in modules() {
-        for test in tests {
-            add(&mut all, module, Place::SHARED, test);
+    let newer = suite == Some(Suite::Forky);
+    if !newer {
+        for (module, tests) in modules() {
+            for test in tests {
+                add(&mut all, module, Place::SHARED, test);
+            }
         }
     }
-    for shim in Shim::OURS {
+    let (shims, is_for) = if newer {
+        (&Shim::OURS[..1], is_for_forky as fn(&str, &str) -> bool)
+    } else {
+        (&Shim::OURS[..], is_for_shims as fn(&str, &str) -> bool)
+    };
+    for &shim in shims {
         for (module, tests) in modules() {
             let prefix = format!("shim_{}_{module}", shim.word());
-            for test in tests.into_iter().filter(|test| is_for_shims(module, &test.name)) {
+            for test in tests.into_iter().filter(|test| is_for(module, &test.name)) {
                 add(&mut all, &prefix, Place::apart(shim), test);
             }
         }
@@ -157,9 +176,7 @@ fn main() -> Result<ExitCode> {
     let suite = Suite::current()?;
     let table = Arc::new(Table::default());
     let mut tests = all(suite);
-    if suite != Some(Suite::Forky) {
-        tests.extend(shim_lifecycle::tests(&table));
-    }
+    tests.extend(shim_lifecycle::tests(&table, suite));
     let trials = tests
         .into_iter()
         .map(|(name, run)| {
