@@ -341,13 +341,7 @@ impl<'a> Docker<'a> {
     /// The flags by which a container gets the test's GPU without CDI.
     #[must_use]
     pub fn gpu(&self) -> Vec<String> {
-        let mut flags = vec!["--device".to_owned(), gpu::DEVICE.to_owned()];
-        for (source, destination, writes) in self.case.gpu.binds() {
-            let mode = if writes { "rw" } else { "ro" };
-            flags.extend(["--volume".to_owned()]);
-            flags.push(format!("{}:{destination}:{mode}", source.display()));
-        }
-        flags
+        self.case.gpu.volumes()
     }
 
     /// `docker VERB` of what makes a container, which is cleaned up in the end.

@@ -91,17 +91,25 @@ impl Gpu {
         arguments
     }
 
+    /// What Podman, Docker and nerdctl need for the same.
+    #[must_use]
+    pub fn volumes(&self) -> Vec<String> {
+        let mut arguments = vec!["--device".to_owned(), DEVICE.to_owned()];
+        for (source, destination, writes) in self.binds() {
+            let mode = if writes { "rw" } else { "ro" };
+            let volume = format!("{}:{destination}:{mode}", source.display());
+            arguments.extend(["--volume".to_owned(), volume]);
+        }
+        arguments
+    }
+
     /// The devices and the mounts that give the GPU to a container of CRI.
     #[must_use]
     pub fn for_cri(&self) -> (Value, Value) {
-        let mount = |source: &Path, destination: &str, readonly: bool| json!({ "host_path": source, "container_path": destination, "readonly": readonly });
-        let node = "/dev/nvidia0";
-        let devices = json!([{ "host_path": node, "container_path": node, "permissions": "rw" }]);
-        let mounts = json!([
-            mount(&self.library, &format!("{}/libcuda.so.1", image::LIBRARIES), true),
-            mount(&self.library, &format!("{}/libnvidia-ml.so.1", image::LIBRARIES), true),
-            mount(&self.store, INSIDE, false),
-        ]);
-        (devices, mounts)
+        let mounts = self.binds().map(|(source, destination, writes)| {
+            json!({ "host_path": source, "container_path": destination, "readonly": !writes })
+        });
+        let device = json!({ "host_path": DEVICE, "container_path": DEVICE, "permissions": "rw" });
+        (json!([device]), json!(mounts))
     }
 }

@@ -4,6 +4,7 @@
 //! mount and cgroup ends with the run. [`case::Lab`] starts what all tests share,
 //! [`case::Case`] is the fixture of one test.
 
+pub mod bare;
 pub mod bundle;
 pub mod by_hand;
 pub mod case;
@@ -18,6 +19,7 @@ pub mod gpu;
 pub mod image;
 pub mod leaks;
 pub mod nerdctl;
+pub mod podman;
 pub mod processes;
 pub mod runtime;
 pub mod seen;

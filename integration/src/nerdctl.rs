@@ -11,8 +11,8 @@ use anyhow::{Context, Result};
 
 use crate::case::Case;
 use crate::command::{self, Finished};
+use crate::image;
 use crate::shim::Shim;
-use crate::{gpu, image};
 
 const LIMIT: Duration = Duration::from_secs(60);
 
@@ -95,13 +95,7 @@ impl<'a> Nerdctl<'a> {
     /// The flags of `nerdctl run` that give a container the emulated GPU.
     #[must_use]
     pub fn gpu(&self) -> Vec<String> {
-        let mut arguments = vec!["--device".to_owned(), gpu::DEVICE.to_owned()];
-        for (source, destination, writable) in self.case.gpu.binds() {
-            let (source, mode) = (source.display(), if writable { "rw" } else { "ro" });
-            let volume = format!("{source}:{destination}:{mode}");
-            arguments.extend(["--volume".to_owned(), volume]);
-        }
-        arguments
+        self.case.gpu.volumes()
     }
 
     /// `nerdctl run --detach` with these flags; gives the container's id.

@@ -27,6 +27,12 @@ pub fn with_argument(argument: &str) -> Vec<Pid> {
     all().filter(|&pid| read(pid, "cmdline").split('\0').any(|found| found == argument)).collect()
 }
 
+/// Processes with this text anywhere in their arguments.
+#[must_use]
+pub fn with_part_of_argument(text: &str) -> Vec<Pid> {
+    all().filter(|&pid| read(pid, "cmdline").contains(text)).collect()
+}
+
 /// Processes that were started with this text in their environment.
 #[must_use]
 pub fn with_environment(text: &str) -> Vec<Pid> {

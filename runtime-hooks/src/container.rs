@@ -96,6 +96,9 @@ struct RuncConfig {
 #[derive(Deserialize)]
 struct CrunStatus {
     pid: Pid,
+    /// Not written by old versions.
+    #[serde(default, rename = "process-start-time")]
+    start_time: u64,
     bundle: PathBuf,
 }
 
@@ -135,7 +138,10 @@ impl Container {
         };
         let status: CrunStatus = serde_json::from_slice(&text)
             .map_err(|source| ContainerError::Format { path, source })?;
-        let start_time = start_time(status.pid).unwrap_or_default();
+        let start_time = match status.start_time {
+            0 => start_time(status.pid).unwrap_or_default(),
+            noted => noted,
+        };
         Ok(Some((ProcessId { pid: status.pid, start_time }, status.bundle)))
     }
 }
@@ -285,6 +291,39 @@ mod tests {
         assert_eq!(found("0::/docker/x/c1\n", mounts), Some(expected));
         assert_eq!(found("0::/other/c1\n", mounts), None);
         assert_eq!(found("0::/docker/xy/c1\n", mounts), None);
+    }
+
+    /// As crun 1.28 writes it, without what is not read.
+    fn status(directory: &Path, pid: Pid, more: &str) {
+        let text = format!(
+            "{{\"pid\": {pid},{more} \"cgroup-path\": \"/x/c1\", \"rootfs\": \"/r\", \
+             \"systemd-cgroup\": false, \"bundle\": \"/b/c1\", \"detached\": true}}"
+        );
+        fs::create_dir_all(directory).unwrap();
+        fs::write(directory.join("status"), text).unwrap();
+    }
+
+    #[test]
+    fn cruns_status_says_pid_start_and_bundle() {
+        let root = tempfile::tempdir().unwrap();
+        let directory = root.path().join("c1");
+        let pid = Pid::try_from(std::process::id()).unwrap();
+        let started = start_time(pid).unwrap();
+        status(&directory, pid, &format!(" \"process-start-time\": {started},"));
+        let (init, bundle) = Container::crun(&directory).unwrap().unwrap();
+        assert_eq!((init.pid, init.start_time), (pid, started));
+        assert_eq!(bundle, Path::new("/b/c1"));
+        status(&directory, pid, "");
+        assert_eq!(Container::crun(&directory).unwrap().unwrap().0.start_time, started);
+    }
+
+    #[test]
+    fn a_pid_that_is_anothers_now_is_no_container() {
+        let root = tempfile::tempdir().unwrap();
+        let pid = Pid::try_from(std::process::id()).unwrap();
+        status(&root.path().join("c1"), pid, " \"process-start-time\": 1,");
+        let error = Container::load(root.path(), "c1").unwrap_err();
+        assert!(matches!(error, ContainerError::NotRunning(_)), "{error}");
     }
 
     #[test]

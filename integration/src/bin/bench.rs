@@ -1,4 +1,5 @@
-//! Containerd's own shim and ours side by side: memory, times, throughput.
+//! Containerd's own shim and ours, and runc and `stasis-runc`, side by side: memory, times,
+//! throughput.
 //!
 //! Run by `make bench`, inside the lab. Both are asked by the same `ctr` commands, under the same
 //! name and with the real runc, in turn, so that whatever else the machine does hits both. It
@@ -14,6 +15,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
 use nix::unistd::Pid;
+use stasis_integration::bare::Bare;
 use stasis_integration::case::Lab;
 use stasis_integration::ctr::Status;
 use stasis_integration::site::{Kind, Site};
@@ -24,6 +26,8 @@ const LIMIT: Duration = Duration::from_secs(60);
 const QUICK: usize = 31;
 /// How often slow ones are.
 const SLOW: usize = 11;
+/// How often runc is called with and without ours before it.
+const DIRECT: usize = 20;
 const IDLE: &[&str] = &["sleep", "1000000"];
 const COUNT: &[&str] =
     &["sh", "-c", "i=0; while :; do i=$((i+1)); echo $i >/dev/shm/n; sleep 0.1; done"];
@@ -41,6 +45,11 @@ fn main() -> ExitCode {
 
 fn bench() -> Result<()> {
     let lab = Lab::start()?;
+    // A part is enough for who works on it.
+    if std::env::args().nth(1).as_deref() == Some("direct") {
+        println!("{}", machine(&lab)?);
+        return direct(&lab);
+    }
     let sides = [Side::new(&lab, Kind::Go)?, Side::new(&lab, Kind::Ours)?];
     println!("{}\n", machine(&lab)?);
     println!("| | Go's containerd-shim-runc-v2 | containerd-shim-runc-stasis | ratio |");
@@ -79,7 +88,94 @@ fn bench() -> Result<()> {
     )?;
     both(&sides, |side| side.remove(&ids[side.number]))?;
     compare(&sides, "1 GiB of output through `ctr run`, MiB/s", SLOW, Side::throughput)?;
-    compare(&sides, "size of the binary (ours with line tables), kB", 1, Side::size)
+    compare(&sides, "size of the binary (ours with line tables), kB", 1, Side::size)?;
+    direct(&lab)
+}
+
+/// Calls of the runtime for a container without a GPU, as an engine makes them.
+fn direct(lab: &Lab) -> Result<()> {
+    let ours = lab.binaries().join("stasis-runc");
+    let sides = [Direct::new(lab, Path::new("/usr/sbin/runc"))?, Direct::new(lab, &ours)?];
+    println!(
+        "\n| a container without a GPU | runc | stasis-runc, which executes runc | more, ms |"
+    );
+    println!("|---|---|---|---|");
+    let row = |what: &str, measure: fn(&Direct) -> Result<f64>| -> Result<()> {
+        let found = in_turn(&sides, what, DIRECT, measure)?;
+        let more = median(&found[1]) - median(&found[0]);
+        println!("| {what} | {} | {} | {more:.1} |", shown(&found[0]), shown(&found[1]));
+        Ok(())
+    };
+    row("`create`, `start`, `delete --force`, ms", Direct::life)?;
+    row("`checkpoint --leave-running`, ms", Direct::checkpoint)?;
+    row("`restore --detach`, ms", Direct::restore)
+}
+
+/// Bundles for one of the runtimes.
+struct Direct {
+    runtime: PathBuf,
+    directory: PathBuf,
+    rootfs: PathBuf,
+    parent: String,
+}
+
+impl Direct {
+    fn new(lab: &Lab, runtime: &Path) -> Result<Self> {
+        let name = runtime.file_name().context("a name")?.to_string_lossy().into_owned();
+        Ok(Self {
+            runtime: runtime.to_owned(),
+            directory: lab.directory().join(format!("direct-{name}")),
+            rootfs: lab.directory().join("image/rootfs"),
+            parent: std::env::var("LAB_ID")?,
+        })
+    }
+
+    fn bundle(&self) -> Result<Bare> {
+        let id = new_id();
+        let count = "i=0; while :; do i=$((i+1)); echo $i >/data/n; sleep 0.1; done";
+        let program = ["sh", "-c", count];
+        Bare::new(&self.directory.join(&id), &id, &self.parent, &self.rootfs, &program)
+    }
+
+    /// How long this takes.
+    fn time(work: impl FnOnce() -> Result<()>) -> Result<f64> {
+        let start = Instant::now();
+        work()?;
+        Ok(start.elapsed().as_secs_f64() * 1000.0)
+    }
+
+    fn running(&self) -> Result<Bare> {
+        let mut bundle = self.bundle()?;
+        bundle.create(&self.runtime)?;
+        bundle.start(&self.runtime)?;
+        Ok(bundle)
+    }
+
+    fn life(&self) -> Result<f64> {
+        let mut bundle = self.bundle()?;
+        Self::time(|| {
+            bundle.create(&self.runtime)?;
+            bundle.start(&self.runtime)?;
+            bundle.delete(&self.runtime)
+        })
+    }
+
+    fn checkpoint(&self) -> Result<f64> {
+        let bundle = self.running()?;
+        let mut checkpoint = bundle.checkpoint(&self.runtime, "image", &["--leave-running"]);
+        let time = Self::time(|| command::succeed(&mut checkpoint, LIMIT).map(drop))?;
+        bundle.delete(&self.runtime)?;
+        Ok(time)
+    }
+
+    fn restore(&self) -> Result<f64> {
+        let mut bundle = self.running()?;
+        command::succeed(&mut bundle.checkpoint(&self.runtime, "image", &[]), LIMIT)?;
+        bundle.delete(&self.runtime)?;
+        let time = Self::time(|| bundle.restore(&self.runtime, "image"))?;
+        bundle.delete(&self.runtime)?;
+        Ok(time)
+    }
 }
 
 /// The machine and the versions, for people who read the numbers later.
@@ -250,13 +346,13 @@ fn both<T>(sides: &[Side; 2], work: impl Fn(&Side) -> Result<T>) -> Result<Vec<T
     sides.iter().map(work).collect()
 }
 
-/// Measures on both sides in turn, and prints a row.
-fn compare(
-    sides: &[Side; 2],
+/// Measures on both sides in turn; gives the numbers of each, sorted.
+fn in_turn<S>(
+    sides: &[S; 2],
     what: &str,
     times: usize,
-    measure: impl Fn(&Side) -> Result<f64>,
-) -> Result<()> {
+    measure: impl Fn(&S) -> Result<f64>,
+) -> Result<[Vec<f64>; 2]> {
     let mut found = [Vec::new(), Vec::new()];
     for round in 0..times {
         // Neither is always the first.
@@ -268,8 +364,15 @@ fn compare(
     for numbers in &mut found {
         numbers.sort_by(f64::total_cmp);
     }
-    let median = |numbers: &[f64]| numbers[numbers.len() / 2];
-    let shown = |numbers: &[f64]| match numbers {
+    Ok(found)
+}
+
+fn median(numbers: &[f64]) -> f64 {
+    numbers[numbers.len() / 2]
+}
+
+fn shown(numbers: &[f64]) -> String {
+    match numbers {
         [only] => format!("{only:.0}"),
         _ => format!(
             "**{:.1}** ({:.1} to {:.1}), {}",
@@ -278,7 +381,17 @@ fn compare(
             numbers[numbers.len() - 1],
             numbers.len()
         ),
-    };
+    }
+}
+
+/// Measures on both sides, and prints a row.
+fn compare(
+    sides: &[Side; 2],
+    what: &str,
+    times: usize,
+    measure: impl Fn(&Side) -> Result<f64>,
+) -> Result<()> {
+    let found = in_turn(sides, what, times, measure)?;
     let ratio = median(&found[1]) / median(&found[0]);
     println!("| {what} | {} | {} | {ratio:.2} |", shown(&found[0]), shown(&found[1]));
     Ok(())

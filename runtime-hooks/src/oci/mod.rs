@@ -3,19 +3,24 @@
 //! checkpoint, restore, resume and delete stay in front of the runtime; all else prepares and is
 //! then replaced by it (`execve`), so that it costs no process and nothing can differ.
 
+#[cfg(test)]
+mod fuzz;
 mod operations;
 mod path;
 mod report;
 
 use std::convert::Infallible;
-use std::ffi::{OsStr, OsString};
+use std::ffi::OsString;
+use std::io;
 use std::os::unix::process::CommandExt as _;
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode};
 
 use stasis_config::Config;
 
+use crate::runc::again;
 use crate::runc::args::CommandLine;
+use path::Flavour;
 use report::Report;
 
 /// Runs `stasis-runc` with `arguments` (without the program's name).
@@ -37,7 +42,6 @@ pub struct Caller {
 #[must_use]
 pub fn run_as(arguments: &[OsString], caller: Caller) -> ExitCode {
     let line = CommandLine::recognise(arguments);
-    let report = Report::new(line.as_ref());
     let config = match caller.config.as_deref().map_or_else(Config::load, Config::from_file) {
         Ok(config) => Ok(config),
         // A slip in the configuration must not make containers that run undeletable.
@@ -47,12 +51,17 @@ pub fn run_as(arguments: &[OsString], caller: Caller) -> ExitCode {
             Err(anyhow::Error::msg(format!("stasis: {text}; nothing was done")))
         }
     };
-    let done = config.and_then(|mut config| {
+    let config = config.map(|mut config| {
         if let Some(runtime) = caller.runtime {
             config.runtime.path = runtime;
         }
+        config
+    });
+    let flavour = config.as_ref().map_or(Flavour::Runc, |config| Flavour::of(&config.runtime.path));
+    let report = Report::new(line.as_ref(), flavour);
+    let done = config.and_then(|config| {
         report::log_to(&config.log);
-        run(&config, arguments, line.as_ref())
+        run(&config, arguments, line.as_ref(), &execute)
     });
     match done {
         Ok(code) => code,
@@ -61,6 +70,14 @@ pub fn run_as(arguments: &[OsString], caller: Caller) -> ExitCode {
             ExitCode::FAILURE
         }
     }
+}
+
+/// Replaces this process by a program, and comes back only if that fails. Environment, descriptors,
+/// directory and signal mask stay.
+type Execute<'a> = dyn Fn(&mut Command) -> io::Error + 'a;
+
+fn execute(command: &mut Command) -> io::Error {
+    command.exec()
 }
 
 /// Whether a subcommand is more than the runtime's.
@@ -72,13 +89,21 @@ fn run(
     config: &Config,
     arguments: &[OsString],
     line: Option<&CommandLine>,
+    execute: &Execute<'_>,
 ) -> anyhow::Result<ExitCode> {
     let program = path::runtime(&config.runtime.path)?;
+    if again::is_again(std::env::var_os(again::VARIABLE).as_deref(), line) {
+        anyhow::bail!(
+            "stasis: runtime {} leads back to stasis-runc; set runtime.path in config.toml to the \
+             runtime itself, or make what it names call another one",
+            program.display()
+        );
+    }
     let recognised = line.and_then(|line| Some((line, line.id()?.to_str()?)));
     if let Some((line, id)) = recognised
         && !line.asks_for_help()
     {
-        let context = Context { config, program: &program, line, id };
+        let context = Context { config, program: &program, line, id, execute };
         let operation = line.subcommand.as_str();
         let _span = tracing::info_span!("engine", operation, container = id).entered();
         match line.subcommand.as_str() {
@@ -95,7 +120,13 @@ fn run(
     if let Some(line) = line.filter(|line| line.subcommand == "restore" && !line.asks_for_help()) {
         operations::refuse_cuda(line)?;
     }
-    match become_runtime(&program, arguments)? {}
+    let mut command = Command::new(&program);
+    command.args(arguments);
+    match line {
+        Some(line) => again::mark(&mut command, line),
+        None => again::mark_unknown(&mut command),
+    }
+    match replaced(execute, &mut command)? {}
 }
 
 /// What an operation works with.
@@ -104,35 +135,37 @@ struct Context<'a> {
     program: &'a Path,
     line: &'a CommandLine,
     id: &'a str,
+    execute: &'a Execute<'a>,
 }
 
 impl Context<'_> {
     /// The runtime's root directory: where its containers' states are.
     fn root(&self) -> PathBuf {
-        self.line.global("root").map_or_else(
-            || match self.program.file_name().and_then(OsStr::to_str) {
-                Some("crun") => "/run/crun".into(),
-                _ => "/run/runc".into(),
-            },
-            PathBuf::from,
-        )
+        match self.line.global("root").filter(|root| !root.is_empty()) {
+            Some(root) => root.into(),
+            None => path::default_root(self.program, self.id),
+        }
     }
 
     /// The runtime in our place, with the caller's arguments.
     fn become_runtime(&self) -> anyhow::Result<Infallible> {
+        let mut command = Command::new(self.program);
         let CommandLine { globals, subcommand, rest } = self.line;
-        let mut arguments = globals.clone();
-        arguments.push(subcommand.into());
-        arguments.extend_from_slice(rest);
-        become_runtime(self.program, &arguments)
+        command.args(globals).arg(subcommand).args(rest);
+        again::mark(&mut command, self.line);
+        self.execute(&mut command)
+    }
+
+    /// A call of the runtime in our place.
+    fn execute(&self, command: &mut Command) -> anyhow::Result<Infallible> {
+        replaced(self.execute, command)
     }
 }
 
-/// Replaces this process. Environment, descriptors, directory and signal mask stay.
-fn become_runtime(program: &Path, arguments: &[OsString]) -> anyhow::Result<Infallible> {
-    let error = Command::new(program).args(arguments).exec();
+fn replaced(execute: &Execute<'_>, command: &mut Command) -> anyhow::Result<Infallible> {
+    let error = execute(command);
     Err(anyhow::Error::new(error).context(format!(
         "stasis: cannot execute {}; set runtime.path in config.toml",
-        program.display()
+        Path::new(command.get_program()).display()
     )))
 }

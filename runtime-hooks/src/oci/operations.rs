@@ -28,6 +28,7 @@ use crate::processes::{CgroupProcesses, Process, Processes};
 use crate::restore::{self, RestoreParts};
 use crate::resume;
 use crate::runc::Runc;
+use crate::runc::again;
 use crate::runc::args::CommandLine;
 use crate::runc::criu::{LogStore, Options};
 use crate::sockets::established_tcp;
@@ -196,6 +197,7 @@ pub(super) fn delete(context: &Context<'_>) -> anyhow::Result<ExitCode> {
     }
     let mut command = Command::new(context.program);
     command.args(&context.line.globals).arg("delete").args(&context.line.rest);
+    again::mark(&mut command, context.line);
     sys::die_with_parent_thread(&mut command, Signal::SIGKILL);
     let status = command
         .status()
@@ -241,10 +243,7 @@ pub(super) fn repair_first(context: &Context<'_>) -> anyhow::Result<()> {
 /// The runtime in our place for a container without CUDA: with the caller's arguments, and with
 /// the configured options of CRIU where there are any.
 fn without_cuda(context: &Context<'_>, subcommand: &str) -> anyhow::Result<ExitCode> {
-    let mut command = context.runc()?.plain(subcommand);
-    let error = std::os::unix::process::CommandExt::exec(&mut command);
-    Err(anyhow::Error::new(error)
-        .context(format!("stasis: cannot execute {}", context.program.display())))
+    match context.execute(&mut context.runc()?.plain(subcommand))? {}
 }
 
 impl Context<'_> {

@@ -1,7 +1,9 @@
 //! Errors and log lines, where callers of an OCI runtime look for them.
 
+use std::ffi::{OsStr, OsString};
 use std::fs::{DirBuilder, File, OpenOptions};
 use std::io::{self, Write};
+use std::os::unix::ffi::OsStrExt as _;
 use std::os::unix::fs::{DirBuilderExt as _, OpenOptionsExt as _};
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -9,46 +11,96 @@ use std::time::SystemTime;
 
 use stasis_config::config::Log;
 
+use super::path::Flavour;
 use crate::runc::args::CommandLine;
 
-/// Where this call's errors go.
+/// Where this call's errors go: where, and in the form in which, the runtime would write its own.
+///
+/// That is always standard error, and `--log` besides if one is given. Go's shim takes a
+/// checkpoint's error from the first line of output and a restore's from the last `level=error`
+/// line of the log; conmon takes standard error, and Podman a log that is one JSON object.
 pub(super) struct Report {
     log: Option<PathBuf>,
     json: bool,
-    /// Standard error is the container's (create, run, restore): nothing of ours belongs there.
-    stderr_is_the_containers: bool,
+    flavour: Flavour,
 }
 
 impl Report {
-    pub(super) fn new(line: Option<&CommandLine>) -> Self {
+    pub(super) fn new(line: Option<&CommandLine>, flavour: Flavour) -> Self {
         let global = |name| line.and_then(|line| line.global(name));
-        let subcommand = line.map_or("", |line| line.subcommand.as_str());
+        let log = global("log").filter(|path| !path.is_empty());
         Self {
-            log: global("log").filter(|path| !path.is_empty()).map(PathBuf::from),
+            log: match flavour {
+                Flavour::Runc => log.map(PathBuf::from),
+                Flavour::Crun => log.and_then(crun_log),
+            },
             json: global("log-format").is_some_and(|format| format == "json"),
-            stderr_is_the_containers: matches!(subcommand, "create" | "run" | "restore"),
+            flavour,
         }
     }
 
-    /// Go's shim takes a checkpoint's error from the first line of output and a restore's from the
-    /// last `level=error` line of the log. runc writes both for all, so this does too.
+    /// Writes an error.
     pub(super) fn error(&self, message: &str) {
-        let logged = self.log.as_ref().is_some_and(|path| self.append(path, message).is_ok());
-        if !(logged && self.stderr_is_the_containers) {
-            let _ = writeln!(io::stderr(), "{message}");
-        }
+        let line = self.line(message, SystemTime::now());
+        let logged = self.log.as_ref().is_some_and(|path| append(path, &line).is_ok());
+        let shown = if logged { message } else { &line };
+        let _ = writeln!(io::stderr(), "{shown}");
     }
 
-    fn append(&self, path: &PathBuf, message: &str) -> io::Result<()> {
-        let time = stasis_config::manifest::timestamp(SystemTime::now());
-        let line = if self.json {
-            serde_json::json!({ "level": "error", "msg": message, "time": time }).to_string()
-        } else {
-            format!("time=\"{time}\" level=error msg={}", serde_json::json!(message))
-        };
-        let mut file = OpenOptions::new().create(true).append(true).mode(0o644).open(path)?;
-        file.write_all(format!("{line}\n").as_bytes())
+    /// What stands in the log, and where there is none on standard error.
+    fn line(&self, message: &str, now: SystemTime) -> String {
+        let time = stasis_config::manifest::timestamp(now);
+        match (self.flavour, self.json) {
+            (_, true) => {
+                serde_json::json!({ "level": "error", "msg": message, "time": time }).to_string()
+            }
+            (Flavour::Runc, false) => {
+                format!("time=\"{time}\" level=error msg={}", quoted(message))
+            }
+            (Flavour::Crun, false) => message.to_owned(),
+        }
     }
+}
+
+/// The file of crun's `--log`, which may also name the system's log.
+fn crun_log(log: OsString) -> Option<PathBuf> {
+    let bytes = log.as_bytes();
+    if let Some(path) = bytes.strip_prefix(b"file:") {
+        return Some(PathBuf::from(OsStr::from_bytes(path)));
+    }
+    let elsewhere = bytes.starts_with(b"syslog:") || bytes.starts_with(b"journald:");
+    (!elsewhere).then(|| PathBuf::from(log))
+}
+
+fn append(path: &PathBuf, line: &str) -> io::Result<()> {
+    let mut file = OpenOptions::new().create(true).append(true).mode(0o644).open(path)?;
+    file.write_all(format!("{line}\n").as_bytes())
+}
+
+/// A value in runc's text log: in quotes unless it is a plain word, as its logger does.
+fn quoted(text: &str) -> String {
+    let plain = |c: char| c.is_ascii_alphanumeric() || "-._/@^+".contains(c);
+    if !text.is_empty() && text.chars().all(plain) {
+        return text.to_owned();
+    }
+    let mut quoted = String::from("\"");
+    for c in text.chars() {
+        match c {
+            '"' | '\\' => quoted.extend(['\\', c]),
+            '\n' => quoted.push_str("\\n"),
+            '\t' => quoted.push_str("\\t"),
+            '\r' => quoted.push_str("\\r"),
+            c if c.is_control() => {
+                let _ = std::fmt::Write::write_fmt(
+                    &mut quoted,
+                    format_args!("\\u{:04x}", u32::from(c)),
+                );
+            }
+            c => quoted.push(c),
+        }
+    }
+    quoted.push('"');
+    quoted
 }
 
 /// Sends log events to `stasis-runc.log` in the log directory. The file is made by the first event
@@ -95,39 +147,65 @@ impl Write for LogFile {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::ffi::OsString;
+    use std::time::UNIX_EPOCH;
 
-    fn report(text: &str) -> Report {
+    fn report(text: &str, flavour: Flavour) -> Report {
         let tokens: Vec<OsString> = text.split(' ').map(OsString::from).collect();
-        Report::new(CommandLine::recognise(&tokens).as_ref())
+        Report::new(CommandLine::recognise(&tokens).as_ref(), flavour)
+    }
+
+    /// What a report writes to its log.
+    fn logged(flags: &str, flavour: Flavour, message: &str) -> String {
+        let directory = tempfile::tempdir().unwrap();
+        let log = directory.path().join("log");
+        let flags = flags.replace("LOG", &log.to_string_lossy());
+        report(&format!("{flags} checkpoint c1"), flavour).error(message);
+        std::fs::read_to_string(log).unwrap()
+    }
+
+    /// What stands on standard error where there is no log, at the beginning of 1970.
+    fn shown(flags: &str, flavour: Flavour, message: &str) -> String {
+        report(&format!("{flags} checkpoint c1"), flavour).line(message, UNIX_EPOCH)
     }
 
     #[test]
     fn a_json_log_gets_what_gos_shim_looks_for() {
-        let directory = tempfile::tempdir().unwrap();
-        let log = directory.path().join("log.json");
-        let line = format!("--log {} --log-format json restore c1", log.display());
-        report(&line).error("stasis: \"no\"");
-        let text = std::fs::read_to_string(log).unwrap();
-        let line: serde_json::Value = serde_json::from_str(text.trim()).unwrap();
+        for flavour in [Flavour::Runc, Flavour::Crun] {
+            let text = logged("--log LOG --log-format json", flavour, "stasis: \"no\"");
+            // One object and no more: Podman reads the whole file as one.
+            let line: serde_json::Value = serde_json::from_str(&text).unwrap();
+            assert_eq!(
+                (line["level"].as_str(), line["msg"].as_str()),
+                (Some("error"), Some("stasis: \"no\""))
+            );
+        }
+    }
+
+    /// As runc 1.1.15 and 1.3.6 were seen to write.
+    #[test]
+    fn runcs_forms() {
+        let runc = |flags, message| shown(flags, Flavour::Runc, message);
         assert_eq!(
-            (line["level"].as_str(), line["msg"].as_str()),
-            (Some("error"), Some("stasis: \"no\""))
+            runc("--debug", "container does not exist"),
+            "time=\"1970-01-01T00:00:00Z\" level=error msg=\"container does not exist\""
         );
+        assert!(runc("--log-format text", "no").ends_with("level=error msg=no"));
+        assert!(runc("--debug", "\"a\\\n\u{1b}é").ends_with(r#"msg="\"a\\\n\u001bé""#));
+        assert_eq!(
+            runc("--log-format json", "container does not exist"),
+            r#"{"level":"error","msg":"container does not exist","time":"1970-01-01T00:00:00Z"}"#
+        );
+        assert!(logged("--log=LOG", Flavour::Runc, "no").ends_with("level=error msg=no\n"));
     }
 
+    /// As crun 1.21 and 1.28 were seen to write: a text log has neither time nor level.
     #[test]
-    fn a_text_log_is_runcs() {
-        let directory = tempfile::tempdir().unwrap();
-        let log = directory.path().join("log");
-        report(&format!("--log={} checkpoint c1", log.display())).error("no");
-        let text = std::fs::read_to_string(log).unwrap();
-        assert!(text.ends_with("level=error msg=\"no\"\n"), "{text}");
-    }
-
-    #[test]
-    fn the_containers_descriptors_are_left_alone() {
-        assert!(report("--log /l restore c1").stderr_is_the_containers);
-        assert!(!report("--log /l checkpoint c1").stderr_is_the_containers);
+    fn cruns_forms() {
+        assert_eq!(shown("--debug", Flavour::Crun, "not there"), "not there");
+        assert_eq!(logged("--log LOG", Flavour::Crun, "not there"), "not there\n");
+        assert_eq!(logged("--log file:LOG", Flavour::Crun, "not there"), "not there\n");
+        for elsewhere in ["--log syslog:x", "--log journald:x"] {
+            assert_eq!(report(elsewhere, Flavour::Crun).log, None);
+        }
     }
 }

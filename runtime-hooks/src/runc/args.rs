@@ -2,7 +2,8 @@
 //! given, and what is added goes right behind the subcommand.
 //!
 //! runc's parser is Go's: one dash or two, `--flag value` or `--flag=value`, `--bool=false`, flags
-//! repeated, and the container id last.
+//! repeated, `--` before the last. Flags may follow the container's id, but where the id stands
+//! behind a flag without a value: then runc, up to 1.4, and crun refuse the line.
 
 use std::ffi::{OsStr, OsString};
 use std::os::unix::ffi::OsStrExt as _;
@@ -11,6 +12,9 @@ use std::path::PathBuf;
 /// Global options that take a value, of runc and of those that copy its command line.
 const VALUED_GLOBALS: &[&str] =
     &["root", "log", "log-format", "log-level", "criu", "rootless", "cgroup-manager"];
+
+/// Global options without a value.
+const BARE_GLOBALS: &[&str] = &["debug", "systemd-cgroup", "version", "v", "help", "h"];
 
 /// Options of `checkpoint` and `restore` that take a value.
 const VALUED_OPTIONS: &[&str] = &[
@@ -28,6 +32,34 @@ const VALUED_OPTIONS: &[&str] = &[
     "lsm-profile",
     "lsm-mount-context",
     "preserve-fds",
+    "network-lock",
+];
+
+/// Options without a value, of the subcommands of which the id is asked.
+const BARE_OPTIONS: &[&str] = &[
+    "leave-running",
+    "tcp-established",
+    "tcp-close",
+    "tcp-skip-in-flight",
+    "link-remap",
+    "ext-unix-sk",
+    "shell-job",
+    "lazy-pages",
+    "file-locks",
+    "pre-dump",
+    "auto-dedup",
+    "detach",
+    "d",
+    "no-subreaper",
+    "no-pivot",
+    "no-new-keyring",
+    "keep",
+    "force",
+    "f",
+    "regex",
+    "r",
+    "help",
+    "h",
 ];
 
 /// Subcommands of runc. Needed to tell the subcommand from the value of an unknown option.
@@ -69,12 +101,18 @@ impl CommandLine {
     #[must_use]
     pub fn recognise(arguments: &[OsString]) -> Option<Self> {
         let mut tokens = arguments.iter().enumerate();
+        // The next word may be the value of an option that is not known here.
+        let mut may_be_a_value = false;
         while let Some((index, token)) = tokens.next() {
             match flag(token) {
                 Some((name, None)) if VALUED_GLOBALS.contains(&name) => {
                     tokens.next();
                 }
-                Some(_) => {}
+                Some((name, value)) => {
+                    may_be_a_value = value.is_none() && !BARE_GLOBALS.contains(&name);
+                    continue;
+                }
+                None if token == "--" => {}
                 None => {
                     let name = token.to_str()?;
                     if SUBCOMMANDS.contains(&name) {
@@ -84,8 +122,12 @@ impl CommandLine {
                             rest: arguments[index + 1..].to_vec(),
                         });
                     }
+                    if !may_be_a_value {
+                        return None;
+                    }
                 }
             }
+            may_be_a_value = false;
         }
         None
     }
@@ -102,19 +144,13 @@ impl CommandLine {
         Arguments(self.rest.clone())
     }
 
-    /// The container id. Flags may come before it or, if it is the first argument, behind it: runc's
-    /// parser sorts them then. `None` where it is not clear what is the id.
+    /// The container id. `None` where it is not clear what is the id, or where the runtime refuses
+    /// the line anyhow.
     #[must_use]
     pub fn id(&self) -> Option<&OsStr> {
         let id = match self.subcommand.as_str() {
             "checkpoint" | "restore" | "resume" | "pause" | "delete" | "create" | "run" => {
-                let first = first_positional(&self.rest, VALUED_OPTIONS)?;
-                let is_first = self.rest.first() == Some(first);
-                let is_last = self.rest.last().is_some_and(|last| std::ptr::eq(last, first));
-                if !is_first && !is_last {
-                    return None;
-                }
-                first
+                only_positional(&self.rest)?
             }
             "exec" => first_positional(&self.rest, VALUED_EXEC)?,
             _ => return None,
@@ -134,7 +170,15 @@ impl CommandLine {
     /// Whether only help is asked for.
     #[must_use]
     pub fn asks_for_help(&self) -> bool {
-        self.rest.iter().any(|token| matches!(flag(token), Some(("help" | "h", None))))
+        let is_help = |name: &str| matches!(name, "help" | "h");
+        if self.subcommand == "exec" {
+            // What follows the id is the program's.
+            let id = first_positional(&self.rest, VALUED_EXEC);
+            let before =
+                self.rest.iter().take_while(|token| id.is_none_or(|id| !std::ptr::eq(*token, id)));
+            return flags(before, VALUED_EXEC).any(|(name, _)| is_help(name));
+        }
+        flags(&self.rest, VALUED_OPTIONS).any(|(name, _)| is_help(name))
     }
 }
 
@@ -169,10 +213,47 @@ fn first_positional<'a>(tokens: &'a [OsString], valued: &[&str]) -> Option<&'a O
                 tokens.next();
             }
             Some(_) => {}
+            None if token == "--" => return tokens.next(),
             None => return Some(token),
         }
     }
     None
+}
+
+/// The only argument that is neither a flag nor a flag's value.
+fn only_positional(tokens: &[OsString]) -> Option<&OsString> {
+    let (mut clear, mut doubtful) = (Vec::new(), Vec::new());
+    let mut rest = tokens.iter().enumerate();
+    // What the token before was.
+    let (mut after_bare, mut after_unknown) = (false, false);
+    while let Some((index, token)) = rest.next() {
+        match flag(token) {
+            Some((name, None)) if VALUED_OPTIONS.contains(&name) => {
+                rest.next();
+                (after_bare, after_unknown) = (false, false);
+            }
+            Some((name, value)) => {
+                after_bare = value.is_none() && BARE_OPTIONS.contains(&name);
+                after_unknown = value.is_none() && !after_bare;
+            }
+            None if token == "--" => {
+                clear.extend(rest.by_ref().map(|(_, token)| token));
+            }
+            None => {
+                let is_last = index + 1 == tokens.len();
+                if after_bare && !is_last {
+                    return None;
+                }
+                let list = if after_unknown { &mut doubtful } else { &mut clear };
+                list.push(token);
+                (after_bare, after_unknown) = (false, false);
+            }
+        }
+    }
+    match (&*clear, &*doubtful) {
+        ([only], _) | ([], [only]) => Some(only),
+        _ => None,
+    }
 }
 
 /// The tokens after `checkpoint` or `restore`.
@@ -229,37 +310,40 @@ impl Arguments {
     }
 
     fn flags(&self) -> impl Iterator<Item = (&str, Option<&OsStr>)> {
-        let mut tokens = self.0.iter();
-        std::iter::from_fn(move || {
-            loop {
-                let Some((name, value)) = flag(tokens.next()?) else {
-                    continue;
-                };
-                if value.is_none() && VALUED_OPTIONS.contains(&name) {
-                    return Some((name, tokens.next().map(OsString::as_os_str)));
-                }
-                return Some((name, value));
-            }
-        })
+        flags(&self.0, VALUED_OPTIONS)
     }
 }
 
-fn value_of(tokens: &[OsString], names: &[&str], valued: &[&str]) -> Option<OsString> {
-    let mut found = None;
-    let mut tokens = tokens.iter();
-    while let Some(token) = tokens.next() {
-        let Some((name, value)) = flag(token) else {
-            continue;
-        };
-        let value = match value {
-            None if valued.contains(&name) => tokens.next().map(OsString::as_os_str),
-            value => value,
-        };
-        if names.contains(&name) {
-            found = value.map(OsStr::to_owned);
+/// All flags with their values, up to a `--`.
+fn flags<'a>(
+    tokens: impl IntoIterator<Item = &'a OsString>,
+    valued: &[&str],
+) -> impl Iterator<Item = (&'a str, Option<&'a OsStr>)> {
+    let mut tokens = tokens.into_iter().take_while({
+        let mut is_value = false;
+        move |token| {
+            let end = !is_value && *token == "--";
+            is_value =
+                !is_value && matches!(flag(token), Some((name, None)) if valued.contains(&name));
+            !end
         }
-    }
-    found
+    });
+    std::iter::from_fn(move || {
+        loop {
+            let Some((name, value)) = flag(tokens.next()?) else {
+                continue;
+            };
+            if value.is_none() && valued.contains(&name) {
+                return Some((name, tokens.next().map(OsString::as_os_str)));
+            }
+            return Some((name, value));
+        }
+    })
+}
+
+fn value_of(tokens: &[OsString], names: &[&str], valued: &[&str]) -> Option<OsString> {
+    let (_, value) = flags(tokens, valued).filter(|(name, _)| names.contains(name)).last()?;
+    value.map(OsStr::to_owned)
 }
 
 /// Name and `=value` of a token that is a flag.
@@ -341,7 +425,15 @@ mod tests {
 
     #[test]
     fn no_subcommand_is_none() {
-        for text in ["--version", "--help", "nonsense c1", "--root checkpoint"] {
+        let none = [
+            "--version",
+            "--help",
+            "nonsense c1",
+            "--root checkpoint",
+            "nonsense checkpoint c1",
+            "--debug nonsense checkpoint c1",
+        ];
+        for text in none {
             let tokens: Vec<OsString> = text.split(' ').map(OsString::from).collect();
             assert_eq!(CommandLine::recognise(&tokens), None, "{text}");
         }
@@ -365,16 +457,39 @@ mod tests {
             line("restore i1 --image-path /p").arguments().image_path(),
             PathBuf::from("/p")
         );
-        // Go stops at the first argument that is no flag; runc then refuses the rest.
+        // Behind a flag without a value runc stops at it, and refuses the rest.
         assert_eq!(line("restore --detach i1 --image-path img").id(), None);
-        // The value of an option that is not known here.
-        assert_eq!(line("restore --new-option value i1").id(), None);
+        assert_eq!(line("restore --image-path img i1 --detach").id().unwrap(), "i1");
+        assert_eq!(line("checkpoint --image-path /p i1 i2").id(), None);
+        assert_eq!(line("checkpoint --leave-running false i1").id(), None);
+        // An option that is not known here, with and without a value.
+        assert_eq!(line("restore --new-option value i1").id().unwrap(), "i1");
         assert_eq!(line("restore --new-option=value i1").id().unwrap(), "i1");
+        assert_eq!(line("restore --new-option i1").id().unwrap(), "i1");
+        assert_eq!(line("restore i1 --new-option value").id().unwrap(), "i1");
+    }
+
+    #[test]
+    fn two_dashes_end_the_flags() {
+        assert_eq!(line("checkpoint -- i1").id().unwrap(), "i1");
+        assert_eq!(line("checkpoint --leave-running -- i1").id().unwrap(), "i1");
+        let arguments = line("checkpoint -- i1 --image-path /p").arguments();
+        assert_eq!(arguments.image_path(), PathBuf::from("checkpoint"));
+        assert!(!line("checkpoint -- --leave-running").arguments().has("leave-running"));
+        // As a value it ends nothing.
+        let arguments = line("checkpoint --image-path -- --leave-running i1").arguments();
+        assert_eq!(arguments.image_path(), PathBuf::from("--"));
+        assert!(arguments.has("leave-running"));
+        assert_eq!(line("--debug -- checkpoint i1").subcommand, "checkpoint");
     }
 
     #[test]
     fn help_is_seen() {
         assert!(line("checkpoint --help").asks_for_help());
+        assert!(line("checkpoint c1 --image-path /p -h").asks_for_help());
         assert!(!line("checkpoint c1").asks_for_help());
+        assert!(!line("checkpoint --image-path --help c1").asks_for_help());
+        assert!(line("exec --help").asks_for_help());
+        assert!(!line("exec -e -h c1 sh -h").asks_for_help());
     }
 }

@@ -1,5 +1,6 @@
 //! Running the OCI runtime (runc or one with its command line) around CUDA.
 
+pub mod again;
 pub mod args;
 pub mod criu;
 mod network;
@@ -103,6 +104,11 @@ impl Runc {
     fn command(&self, subcommand: &str, arguments: &[OsString]) -> Command {
         let mut command = Command::new(&self.program);
         command.args(&self.globals).arg(subcommand).args(arguments);
+        let (globals, rest) = (Vec::new(), vec![self.id.clone()]);
+        again::mark(
+            &mut command,
+            &CommandLine { globals, subcommand: subcommand.to_owned(), rest },
+        );
         command
     }
 

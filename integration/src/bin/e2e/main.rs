@@ -16,6 +16,7 @@ mod killed;
 mod nerdctl;
 mod order;
 mod plain;
+mod podman;
 mod ranks;
 mod run;
 mod samples;
@@ -116,6 +117,7 @@ fn front_ends() -> Vec<(&'static str, Place, Vec<Test>)> {
     let mut modules = vec![
         ("samples", Place::SHARED, samples::tests()),
         ("cri", Place::SHARED, cri::tests()),
+        ("podman", Place::SHARED, podman::tests()),
         ("cdi", Place::SHARED, cdi::tests()),
         ("cdi_stasis", Place::apart(Shim::Stasis), cdi::tests_of_clients()),
         ("cdi_v2", Place::apart(Shim::StasisAsV2), cdi::tests_of_clients()),
