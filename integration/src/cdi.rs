@@ -9,10 +9,35 @@ use anyhow::Result;
 use serde_json::{Value, json};
 
 use crate::gpu::{self, Gpu};
-use crate::image;
 
 /// Where the administrator of a host puts specifications.
 const DIRECTORY: &str = "/etc/cdi";
+
+/// What a specification of this kind says, for a GPU that is its device `0`.
+#[must_use]
+pub fn specification(kind: &str, gpu: &Gpu) -> Value {
+    let mounts = gpu.binds().map(|(source, destination, writes)| {
+        let mode = if writes { "rw" } else { "ro" };
+        json!({
+            "hostPath": source,
+            "containerPath": destination,
+            "options": [mode, "nosuid", "rbind", "rprivate"],
+        })
+    });
+    json!({
+        "cdiVersion": "0.5.0",
+        "kind": kind,
+        "devices": [{
+            "name": "0",
+            "containerEdits": { "deviceNodes": [{ "path": gpu::DEVICE }] },
+        }],
+        "containerEdits": {
+            // As NVIDIA's have it, so that no other hook gives the GPU again.
+            "env": ["NVIDIA_VISIBLE_DEVICES=void"],
+            "mounts": mounts,
+        },
+    })
+}
 
 /// The specification of one test's GPU. It goes when this is dropped.
 #[derive(Debug)]
@@ -31,34 +56,7 @@ impl Cdi {
     /// The same in another directory.
     pub fn install_in(directory: &Path, name: &str, gpu: &Gpu) -> Result<Self> {
         let kind = format!("{name}.test/gpu");
-        let library = |destination: &str| {
-            json!({
-                "hostPath": gpu.library(),
-                "containerPath": format!("{}/{destination}", image::LIBRARIES),
-                "options": ["ro", "nosuid", "nodev", "rbind", "rprivate"],
-            })
-        };
-        let contents = json!({
-            "cdiVersion": "0.5.0",
-            "kind": kind,
-            "devices": [{
-                "name": "0",
-                "containerEdits": { "deviceNodes": [{ "path": "/dev/nvidia0" }] },
-            }],
-            "containerEdits": {
-                // As NVIDIA's have it, so that no other hook gives the GPU again.
-                "env": ["NVIDIA_VISIBLE_DEVICES=void"],
-                "mounts": [
-                    library("libcuda.so.1"),
-                    library("libnvidia-ml.so.1"),
-                    {
-                        "hostPath": gpu.store(),
-                        "containerPath": gpu::INSIDE,
-                        "options": ["rw", "nosuid", "rbind", "rprivate"],
-                    },
-                ],
-            },
-        });
+        let contents = specification(&kind, gpu);
         let path = directory.join(format!("{name}.json"));
         fs::create_dir_all(directory)?;
         let cdi = Self { path, kind, contents };
@@ -80,7 +78,7 @@ impl Cdi {
 
     /// Makes the card the one whose node on the host is `node`.
     pub fn set_node(&mut self, node: &Path) -> Result<()> {
-        let nodes = json!([{ "path": "/dev/nvidia0", "hostPath": node }]);
+        let nodes = json!([{ "path": gpu::DEVICE, "hostPath": node }]);
         self.contents["devices"][0]["containerEdits"]["deviceNodes"] = nodes;
         self.write()
     }

@@ -16,9 +16,9 @@ use serde_json::{Value, json};
 
 use crate::case::Case;
 use crate::command::Finished;
-use crate::gpu::{self, Gpu};
+use crate::gpu::Gpu;
 use crate::site::Site;
-use crate::{command, image, leaks, udp, wait};
+use crate::{cdi, command, image, leaks, udp, wait};
 
 const LIMIT: Duration = Duration::from_secs(60);
 
@@ -58,7 +58,7 @@ impl Dockerd {
         let link = site.case_link();
         fs::create_dir_all(directory.join("cdi"))?;
         fs::write(directory.join("daemon.json"), daemon_json(site, &directory).to_string())?;
-        fs::write(directory.join("cdi/emulated.json"), cdi(site).to_string())?;
+        fs::write(directory.join("cdi/emulated.json"), specification(site).to_string())?;
         let child = Mutex::new(spawn(&directory)?);
         let dockerd = Self { child, directory, link };
         dockerd.answers()?;
@@ -191,24 +191,10 @@ fn daemon_json(site: &Site, directory: &Path) -> Value {
 }
 
 /// The emulated GPU of whichever test has the containerd.
-fn cdi(site: &Site) -> Value {
-    let binds: Vec<_> = Gpu::behind(&site.case_link().join("gpu"), site.gpu_library())
-        .binds()
-        .into_iter()
-        .map(|(source, destination, writes)| {
-            let mode = if writes { "rw" } else { "ro" };
-            json!({
-                "hostPath": source, "containerPath": destination, "options": ["rbind", mode],
-            })
-        })
-        .collect();
-    let edits = json!({ "deviceNodes": [{ "path": gpu::DEVICE }], "mounts": binds });
-    let (kind, name) = CDI_DEVICE.split_once('=').unwrap_or_default();
-    json!({
-        "cdiVersion": "0.6.0",
-        "kind": kind,
-        "devices": [{ "name": name, "containerEdits": edits }],
-    })
+fn specification(site: &Site) -> Value {
+    let gpu = Gpu::behind(&site.case_link().join("gpu"), site.gpu_library());
+    let (kind, _) = CDI_DEVICE.split_once('=').unwrap_or_default();
+    cdi::specification(kind, &gpu)
 }
 
 fn spawn(directory: &Path) -> Result<Child> {
@@ -361,11 +347,7 @@ impl<'a> Docker<'a> {
         if start.counts {
             command.args(["--port", &port.to_string()]);
         }
-        let mut made = command::succeed(&mut command, LIMIT);
-        while made.as_ref().is_err_and(is_criu_in_the_way) {
-            self.dockerd.run(["rm", "--force", &name])?;
-            made = command::succeed(&mut command, LIMIT);
-        }
+        let made = command::succeed(&mut command, LIMIT);
         // One that did not start is there all the same.
         let id = self.dockerd.run(["inspect", "--format", "{{.Id}}", &name]).unwrap_or_default();
         let container = Container { name, id: id.trim().to_owned(), port };
@@ -437,13 +419,7 @@ impl<'a> Docker<'a> {
 
     /// `docker start --checkpoint`.
     pub fn restore(&self, container: &Container, checkpoint: &str) -> Result<()> {
-        loop {
-            let start = ["start", "--checkpoint", checkpoint, &container.name];
-            match self.dockerd.run(start) {
-                Err(error) if is_criu_in_the_way(&error) => {}
-                done => return done.map(drop),
-            }
-        }
+        self.dockerd.run(["start", "--checkpoint", checkpoint, &container.name]).map(drop)
     }
 
     /// `docker checkpoint ls`: the names.
@@ -493,13 +469,6 @@ impl<'a> Docker<'a> {
         }
         self.dockerd.expect_empty()
     }
-}
-
-/// On cgroups of version 1 runc takes the first mount of a hierarchy that it finds for the one that
-/// a container is to see, and for a moment that is one which the CRIU of another test's restore has
-/// made for itself.
-fn is_criu_in_the_way(error: &anyhow::Error) -> bool {
-    error.to_string().contains("/.criu.cgyard.")
 }
 
 impl Drop for Docker<'_> {

@@ -7,9 +7,10 @@ use anyhow::{Result, ensure};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use stasis_integration::case::Case;
+use stasis_integration::cdi::Cdi;
 use stasis_integration::cri::{Class, Container, Cri, Sandbox};
 use stasis_integration::suite::Suite;
-use stasis_integration::{image, wait};
+use stasis_integration::wait;
 
 use super::printed;
 use crate::Test;
@@ -281,27 +282,8 @@ fn namespace(pid: Pid, kind: &str) -> Result<String> {
 /// The kubelet names a CDI device; containerd edits the container's specification.
 fn cdi(case: &Case) -> Result<()> {
     let cri = Cri::start(case)?;
-    let mount = |source: &std::path::Path, destination: &str, mode: &str| {
-        serde_json::json!({
-            "hostPath": source, "containerPath": destination, "options": ["rbind", mode],
-        })
-    };
-    let library = case.gpu.library();
-    let specification = serde_json::json!({
-        "cdiVersion": "0.5.0",
-        "kind": "stasis.test/gpu",
-        "devices": [{
-            "name": "0",
-            "containerEdits": { "deviceNodes": [{ "path": "/dev/nvidia0" }] },
-        }],
-        "containerEdits": { "mounts": [
-            mount(library, &format!("{}/libcuda.so.1", image::LIBRARIES), "ro"),
-            mount(library, &format!("{}/libnvidia-ml.so.1", image::LIBRARIES), "ro"),
-            mount(case.gpu.store(), "/dev/nvidia-emulated", "rw"),
-        ]},
-    });
-    fs::write(cri.cdi().join("gpu.json"), specification.to_string())?;
-    let counter = || Container::counter(&[]).with_cdi_device("stasis.test/gpu=0");
+    let gpu = Cdi::install_in(&cri.cdi(), "cri", &case.gpu)?;
+    let counter = || Container::counter(&[]).with_cdi_device(&gpu.device());
     let (pod, id) = cri.in_pod(Sandbox::of(Class::Stasis), &counter())?;
     cri.expect(&id, 101)?;
     if Suite::current()? == Some(Suite::Forky) {

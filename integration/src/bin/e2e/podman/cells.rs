@@ -112,9 +112,7 @@ fn output(case: &Case) -> Result<()> {
 
 /// The GPU by the host's CDI specification, as `--device nvidia.com/gpu=0` gives a real one.
 fn cdi_device(case: &Case) -> Result<()> {
-    let name = case.path("x");
-    let name = name.parent().and_then(|path| path.file_name()?.to_str()).context("a name")?;
-    let cdi = Cdi::install(name, &case.gpu)?;
+    let cdi = Cdi::install(case.name(), &case.gpu)?;
     let podman = Podman::with_image(case, "store")?;
     let flags = ["--device".to_owned(), cdi.device()];
     podman.start_with("c1", &flags, &Container::counter(&["--stdout"]).program)?;
