@@ -92,8 +92,17 @@ release:
 	@echo "make: building the release"
 	cargo build --locked --release
 
+# With a space in one of them something else would be installed and removed.
+.PHONY: paths
+paths:
+	@$(foreach name,PREFIX BINDIR LIBDIR DATADIR DOCDIR MANDIR BASHDIR ZSHDIR FISHDIR, \
+		$(if $(and $(filter 1,$(words $($(name)))),$(filter /%,$($(name)))),, \
+			echo "make: $(name) has to be one path from the root, without spaces" >&2; exit 1;))
+	@$(if $(filter-out 0 1,$(words $(DESTDIR))), \
+		echo "make: DESTDIR has to be without spaces" >&2; exit 1)
+
 # Builds nothing: what root has built, others cannot build again. Leaves /etc/stasis alone.
-install:
+install: paths
 	@for program in $(PROGRAMS); do \
 		[ -f $(BINARIES)/$$program ] || { \
 			echo "make: there is no $(BINARIES)/$$program; run: make release" >&2; exit 1; }; \
@@ -110,7 +119,7 @@ install:
 	install -m 644 contrib/completions/zsh/* $(DESTDIR)$(ZSHDIR)
 	install -m 644 contrib/completions/fish/* $(DESTDIR)$(FISHDIR)
 
-uninstall:
+uninstall: paths
 	@echo "make: removing from $(DESTDIR)$(PREFIX)"
 	rm -f $(addprefix $(DESTDIR),$(INSTALLED))
 	for directory in $(addprefix $(DESTDIR),$(OWN)); do \

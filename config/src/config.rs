@@ -157,7 +157,8 @@ pub struct Cdi {
     /// Absolute directories of CDI specifications; a later one wins. Default `/etc/cdi` and
     /// `/var/run/cdi`. Without any, no CDI is used.
     pub directories: Vec<PathBuf>,
-    /// Whether `NVIDIA_VISIBLE_DEVICES` in a container's environment gives it GPUs on this host.
+    /// Whether `NVIDIA_VISIBLE_DEVICES` in a container's environment, and annotations `cdi.k8s.io/*`,
+    /// give it GPUs on this host.
     /// `None`: see [`Config::visible_devices`].
     pub visible_devices: Option<bool>,
 }
@@ -303,15 +304,22 @@ impl Config {
         Ok(config)
     }
 
-    /// Whether `NVIDIA_VISIBLE_DEVICES` gives a container GPUs on this host.
+    /// Whether `NVIDIA_VISIBLE_DEVICES` and annotations `cdi.k8s.io/*` give a container GPUs on this
+    /// host.
     ///
     /// Every image with CUDA has that variable, also where nobody gives GPUs for it; so by default
-    /// only where NVIDIA's runtime, which does, is the one that runs the containers.
+    /// only where NVIDIA's runtime, which does, is the one that runs the containers, and is not
+    /// itself told to refuse it to the unprivileged.
     #[must_use]
     pub fn visible_devices(&self) -> bool {
+        self.visible_devices_with(Path::new(NVIDIA_CONFIG))
+    }
+
+    fn visible_devices_with(&self, nvidia: &Path) -> bool {
         self.cdi.visible_devices.unwrap_or_else(|| {
             let name = self.runtime.path.file_name().unwrap_or_default();
             name.as_encoded_bytes().starts_with(b"nvidia-container-runtime")
+                && !refuses_variable(nvidia)
         })
     }
 
@@ -344,6 +352,21 @@ impl Config {
         // The bounds of each duration and size were checked where it was parsed.
         Ok(())
     }
+}
+
+/// Where NVIDIA's runtime has its configuration.
+const NVIDIA_CONFIG: &str = "/etc/nvidia-container-runtime/config.toml";
+
+/// Whether NVIDIA's configuration gives no GPUs to unprivileged containers for their environment.
+/// One that cannot be read counts as strict, one that is not there as the default, which is not.
+fn refuses_variable(nvidia: &Path) -> bool {
+    let text = match read(nvidia) {
+        Ok(text) => text,
+        Err(error) => return error.kind() != io::ErrorKind::NotFound,
+    };
+    let Ok(table) = toml::from_str::<toml::Table>(&text) else { return true };
+    let key = "accept-nvidia-visible-devices-envvar-when-unprivileged";
+    table.get(key).is_some_and(|value| value.as_bool() != Some(true))
 }
 
 fn read(path: &Path) -> io::Result<String> {
@@ -756,8 +779,28 @@ mod tests {
             ("cdi.visible-devices = true", true),
             ("runtime.path = \"nvidia-container-runtime\"\ncdi.visible-devices = false", false),
         ] {
-            assert_eq!(parse(text).unwrap().visible_devices(), counts, "{text}");
+            let config = parse(text).unwrap();
+            assert_eq!(config.visible_devices_with(Path::new("/none")), counts, "{text}");
         }
+    }
+
+    #[test]
+    fn what_nvidias_runtime_refuses_the_unprivileged_is_not_given() {
+        let directory = tempfile::tempdir().unwrap();
+        let nvidia = directory.path().join("config.toml");
+        let config = parse("runtime.path = \"nvidia-container-runtime\"").unwrap();
+        for (text, counts) in [
+            ("", true),
+            ("accept-nvidia-visible-devices-envvar-when-unprivileged = true", true),
+            ("accept-nvidia-visible-devices-envvar-when-unprivileged = false\n[x]\ny = 1", false),
+            ("accept-nvidia-visible-devices-envvar-when-unprivileged = \"no\"", false),
+            ("not toml", false),
+        ] {
+            std::fs::write(&nvidia, text).unwrap();
+            assert_eq!(config.visible_devices_with(&nvidia), counts, "{text}");
+        }
+        let own = parse("cdi.visible-devices = true").unwrap();
+        assert!(own.visible_devices_with(&nvidia));
     }
 
     #[test]

@@ -223,6 +223,19 @@ fn string<'a>(yaml: &'a Yaml<'a>) -> &'a str {
 }
 
 #[test]
+fn paths_that_would_be_others_are_refused() {
+    for prefix in ["/usr/a b", "relative", ""] {
+        let place = Place::new(prefix);
+        for target in ["install", "uninstall"] {
+            let output = place.make(target);
+            let said = String::from_utf8_lossy(&output.stderr).into_owned();
+            assert!(!output.status.success() && said.contains("one path"), "{prefix}: {said}");
+        }
+        assert_eq!(fs::read_dir(place.root.path()).unwrap().count(), 0);
+    }
+}
+
+#[test]
 fn the_daemonset_its_image_and_the_runtime_class_agree() {
     let (daemonset, class) =
         (text("config/kubernetes/daemonset.yaml"), text("config/kubernetes/runtimeclass.yaml"));

@@ -70,7 +70,7 @@ pub fn gpu_devices(spec: &Spec) -> Vec<String> {
 /// By its name: NVIDIA's own in most cases, and what NVIDIA's CDI mounts under another. Those are
 /// libraries of the driver (libcuda, libcudadebugger, libnvcuvid, libnvoptix, libnvsdm and so on)
 /// and what WSL has instead of device nodes.
-fn is_driver_path(path: &str) -> bool {
+pub(crate) fn is_driver_path(path: &str) -> bool {
     let name = path.rsplit('/').next().unwrap_or_default();
     let library = ["libcuda", "libnv", "libdxcore"].iter().any(|start| name.starts_with(start));
     path.contains("nvidia") || (library && name.contains(".so"))

@@ -247,17 +247,27 @@ impl Container {
         }
     }
 
-    /// Waits until no exec is being started and no update made.
-    async fn quiet(&self) {
+    /// Waits for something that is told by [`Container::quiet`].
+    async fn until(&self, reached: impl Fn() -> bool) {
         loop {
-            let quiet = self.quiet.notified();
-            tokio::pin!(quiet);
-            quiet.as_mut().enable();
-            if self.inner().short == 0 {
+            let changed = self.quiet.notified();
+            tokio::pin!(changed);
+            changed.as_mut().enable();
+            if reached() {
                 return;
             }
-            quiet.await;
+            changed.await;
         }
+    }
+
+    /// Waits until no exec is being started and no update made.
+    async fn quiet(&self) {
+        self.until(|| self.inner().short == 0).await;
+    }
+
+    /// Waits for init's end, which others may not have been told yet.
+    async fn has_ended(&self) {
+        self.until(|| self.inner().ended).await;
     }
 
     /// Its end, once it comes, is told at once.
@@ -268,15 +278,7 @@ impl Container {
 
     /// Waits until no checkpoint that ends it is under way, or it was killed.
     async fn checkpointed(&self) {
-        loop {
-            let ended = self.quiet.notified();
-            tokio::pin!(ended);
-            ended.as_mut().enable();
-            if !self.ending.load(Ordering::Relaxed) {
-                return;
-            }
-            ended.await;
-        }
+        self.until(|| !self.ending.load(Ordering::Relaxed)).await;
     }
 
     /// Begins an exec or an update.

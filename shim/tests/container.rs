@@ -10,7 +10,7 @@ use std::process::Command;
 use std::time::Duration;
 
 use common::{World, context, refusal, run};
-use containerd_shim::protos::api::Status;
+use containerd_shim::protos::api::{self, Status};
 use containerd_shim::protos::shim_async::Task as _;
 use containerd_shim::protos::ttrpc::Code;
 
@@ -331,6 +331,54 @@ fn a_kill_during_such_a_checkpoint_is_told_at_once() {
         tokio::time::timeout(Duration::from_secs(2), world.wait("c1")).await.unwrap().unwrap();
         dump.notify_one();
         let _ = checkpoint.await.unwrap();
+    });
+}
+
+#[test]
+fn an_end_is_told_although_such_a_checkpoint_hangs() {
+    run(async {
+        let world = World::new().await;
+        world.running("c1").await;
+        let _dump = world.runtime.hold("checkpoint");
+        let _checkpoint = world.checkpoint_and("c1", true);
+        world.runtime.called("checkpoint").await;
+        world.runtime.end();
+        tokio::time::sleep(Duration::from_millis(100)).await;
+        tokio::time::pause();
+        let told = tokio::time::timeout(Duration::from_secs(40), world.wait("c1")).await;
+        tokio::time::resume();
+        told.unwrap().unwrap();
+        world.delete("c1").await.unwrap();
+    });
+}
+
+#[test]
+fn a_kill_before_the_dump_begins_is_told_at_once() {
+    run(async {
+        let world = World::new().await;
+        world.running("c1").await;
+        let exec = world.runtime.hold("exec");
+        let (id, exec_id) = ("c1".to_owned(), "e1".to_owned());
+        let request = api::ExecProcessRequest { id, exec_id, ..Default::default() };
+        world.service.exec(&context(), request).await.unwrap();
+        let service = world.service.clone();
+        let starting = tokio::spawn(async move {
+            let (id, exec_id) = ("c1".to_owned(), "e1".to_owned());
+            let request = api::StartRequest { id, exec_id, ..Default::default() };
+            service.start(&context(), request).await
+        });
+        world.runtime.called("exec").await;
+        let dump = world.runtime.hold("checkpoint");
+        let checkpoint = world.checkpoint_and("c1", true);
+        tokio::time::sleep(Duration::from_millis(50)).await;
+        world.kill("c1").await.unwrap();
+        exec.notify_one();
+        starting.await.unwrap().unwrap();
+        world.runtime.called("checkpoint").await;
+        kill(pid_of(&world, "c1", "e1").await);
+        tokio::time::timeout(Duration::from_secs(3), world.wait("c1")).await.unwrap().unwrap();
+        dump.notify_one();
+        let _ = checkpoint.await;
     });
 }
 

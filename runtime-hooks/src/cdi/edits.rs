@@ -10,20 +10,27 @@ use serde_json::{Value, json};
 
 use super::CdiError;
 use super::entitled::{Entitled, Right};
-use super::lack::{missing_source, same_path};
+use super::lack::{Lack, missing_source, same_path};
 use super::numbers::Numbers;
 use super::registry::Found;
 use super::specification::{DeviceNode, Mount};
+use crate::spec::is_driver_path;
 
-/// Makes the edits of a device that are not made yet.
+/// Makes the edits of a device that are not made yet. Who only has the device's nodes is given no
+/// more than the driver's files that are lacking: nobody named the device.
 pub(super) fn apply(
     config: &mut Value,
     bundle: &Path,
+    lack: &Lack,
     entitled: &Entitled<'_>,
 ) -> Result<(), CdiError> {
     let Entitled { found, right } = entitled;
     let (own, shared) = (&found.device.container_edits, &found.specification.edits);
-    for mount in own.mounts.iter().chain(&shared.mounts) {
+    let wanted = |mount: &&Mount| {
+        *right == Right::Whole
+            || (is_driver_path(&mount.container_path) && lack.has_mount(&mount.container_path))
+    };
+    for mount in own.mounts.iter().chain(&shared.mounts).filter(wanted) {
         add_mount(config, bundle, *found, mount)?;
     }
     let nodes = match right {

@@ -1,10 +1,11 @@
 //! Which CDI devices a container may have: those that its own config.json asks for.
 //!
-//! The image has no say in this. There are three ways to ask:
+//! There are two ways to ask:
 //!
-//! - an annotation `cdi.k8s.io/*`, as Kubernetes and others write it;
-//! - `NVIDIA_VISIBLE_DEVICES`, where it gives GPUs on this host at all;
-//! - the device nodes themselves: who has a GPU's nodes may have its libraries.
+//! - by the device nodes: who has a GPU's nodes may have its libraries;
+//! - by `NVIDIA_VISIBLE_DEVICES` or an annotation `cdi.k8s.io/*`, where these give GPUs on this host,
+//!   that is where NVIDIA's runtime reads them. Nowhere else: every image with CUDA has the variable,
+//!   Podman copies annotations of images, and CRI those of a checkpoint's archive.
 
 use std::collections::BTreeMap;
 
@@ -92,6 +93,9 @@ fn asked(
     in_vain: &mut Vec<String>,
 ) -> BTreeMap<DeviceName, String> {
     let mut asked = BTreeMap::new();
+    if !visible_devices {
+        return asked;
+    }
     let mut ask = |name: Result<DeviceName, String>, from: String| match name {
         Ok(name) if asked.len() < MAX_DEVICES => {
             asked.entry(name).or_insert(from);
@@ -110,8 +114,7 @@ fn asked(
             ask(name.trim().parse(), from.clone());
         }
     }
-    let visible = if visible_devices { variable(spec) } else { None };
-    let visible = visible.into_iter().flat_map(|value| value.split(',')).take(MAX_DEVICES);
+    let visible = variable(spec).into_iter().flat_map(|value| value.split(',')).take(MAX_DEVICES);
     for name in visible.map(str::trim) {
         // Also in a list, as NVIDIA's runtime takes them.
         if matches!(name, "" | "none" | "void") {
@@ -132,16 +135,17 @@ fn variable(spec: &Spec) -> Option<&str> {
 
 /// For an error: the three ways to ask.
 pub(super) fn ways(visible_devices: bool) -> String {
-    let variable = if visible_devices {
-        "name it in NVIDIA_VISIBLE_DEVICES of its environment"
+    let counts = if visible_devices {
+        ""
     } else {
-        "name it in NVIDIA_VISIBLE_DEVICES of its environment (counts with runtime.path = \
-         \"nvidia-container-runtime\" or cdi.visible-devices = true in config.toml)"
+        " (these two count with runtime.path = \"nvidia-container-runtime\" or \
+         cdi.visible-devices = true in config.toml)"
     };
     format!(
         "create the container with the same GPU options as the one that was checkpointed, or have \
-         the GPU's CDI device of this host complete it: name it in an annotation cdi.k8s.io/NAME = \
-         nvidia.com/gpu=0, or {variable}, or give the container the GPU's own device nodes"
+         the GPU's CDI device of this host complete it: give the container the GPU's own device \
+         nodes, or name it in NVIDIA_VISIBLE_DEVICES of its environment or in an annotation \
+         cdi.k8s.io/NAME = nvidia.com/gpu=0{counts}"
     )
 }
 
@@ -201,9 +205,11 @@ mod tests {
     fn annotations_give_whole_devices() {
         let registry = two_gpus();
         let spec = spec(&json!({"cdi.k8s.io/a_b": "nvidia.com/gpu=1, nvidia.com/gpu=0"}), &[], &[]);
-        let (names, in_vain) = names(&spec, &registry, false);
-        assert_eq!(names, [("0".into(), Right::Whole), ("1".into(), Right::Whole)]);
+        let (given, in_vain) = names(&spec, &registry, true);
+        assert_eq!(given, [("0".into(), Right::Whole), ("1".into(), Right::Whole)]);
         assert!(in_vain.is_empty());
+        // An image's own, where nobody gives GPUs by it.
+        assert!(names(&spec, &registry, false).0.is_empty());
     }
 
     #[test]
@@ -254,7 +260,7 @@ mod tests {
             "cdi.k8s.io/x": "../../etc=shadow,nvidia.com/gpu=9",
             "cdi.k8s.io.not/x": "nvidia.com/gpu=0",
         });
-        let (found, in_vain) = names(&spec(&hostile, &[], &[]), &registry, false);
+        let (found, in_vain) = names(&spec(&hostile, &[], &[]), &registry, true);
         assert!(found.is_empty());
         let text = in_vain.join("; ");
         assert!(!text.chars().any(char::is_control) && text.len() < 2000, "{text}");

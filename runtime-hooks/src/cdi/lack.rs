@@ -60,6 +60,15 @@ impl Lack {
         self.missing.is_empty() && self.gone.is_empty()
     }
 
+    /// Whether the mount at this place in the container is missing, or its source is.
+    pub(super) fn has_mount(&self, path: &str) -> bool {
+        let gone = self.gone.iter().map(|(path, _)| path);
+        self.missing
+            .iter()
+            .chain(gone)
+            .any(|lacking| same_path(Path::new(lacking), Path::new(path)))
+    }
+
     /// In words, for an image.
     pub(super) fn words(&self) -> String {
         let mut parts = Vec::new();

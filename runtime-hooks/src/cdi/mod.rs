@@ -111,7 +111,8 @@ impl Bundle {
     fn complete(&mut self, image: &Path, manifest: &Manifest) -> Result<Spec, Cause> {
         let (file, value) = ConfigFile::read(&self.directory)?;
         let spec = parse(&value)?;
-        if Lack::of(manifest, &spec, &self.directory).is_nothing() {
+        let lack = Lack::of(manifest, &spec, &self.directory);
+        if lack.is_nothing() {
             return Ok(spec);
         }
         let registry = Registry::scan(&self.specifications);
@@ -121,7 +122,7 @@ impl Bundle {
         for entitled in &claims.entitled {
             // All of a device or nothing of it. One that is broken hurts only if it is needed.
             let mut with = completed.clone();
-            match edits::apply(&mut with, &self.directory, entitled) {
+            match edits::apply(&mut with, &self.directory, &lack, entitled) {
                 Ok(()) => {
                     completed = with;
                     devices.push(entitled.found.name().to_string());
@@ -139,8 +140,8 @@ impl Bundle {
             tracing::warn!(reason, "a CDI device cannot be had, and is not needed");
         }
         if completed != value {
-            file.write(&completed)?;
-            self.original = Some(file);
+            // Before: a write that fails may have taken place.
+            self.original.insert(file).write(&completed)?;
             tracing::info!(?devices, "config.json was completed from this host's CDI");
         }
         Ok(spec)

@@ -108,6 +108,10 @@ impl Node<'_> {
         };
         let mut directory = open_directory(self.root, OsStr::new("dev"), ResolveFlags::IN_ROOT)
             .map_err(self.failed("open /dev"))?;
+        // However config.json spells it, or an image links to it: the host's is not ours to change.
+        if is_hosts(&directory) {
+            return Ok(());
+        }
         for parent in parents {
             directory = match self.enter(&directory, parent) {
                 // Somebody's volume.
@@ -192,6 +196,13 @@ impl Node<'_> {
         let mode = Mode::from_raw_mode(self.device.file_mode().unwrap_or(MODE) & 0o7777);
         rustix::fs::chmod(itself, mode).map_err(self.failed("chmod"))
     }
+}
+
+/// Whether a directory is this host's /dev.
+fn is_hosts(directory: &OwnedFd) -> bool {
+    let Ok(host) = rustix::fs::stat("/dev") else { return false };
+    rustix::fs::fstat(directory)
+        .is_ok_and(|found| (found.st_dev, found.st_ino) == (host.st_dev, host.st_ino))
 }
 
 fn open_directory(
@@ -282,6 +293,16 @@ mod tests {
         run(root.path(), &spec(path, &json!({}))).unwrap();
         let after = node.metadata().unwrap();
         assert_eq!((after.ino(), after.mode() & 0o7777), (made.ino(), 0o600));
+    }
+
+    #[test]
+    fn the_hosts_own_dev_is_left_alone_however_it_is_spelled() {
+        for destination in ["/dev", "dev", "/x/../dev"] {
+            let bind = json!({"/mounts": [{"destination": destination, "source": "/dev"}]});
+            run(Path::new("/"), &spec("/dev/nvidia-stasis-test", &bind)).unwrap();
+            let made = Path::new("/dev/nvidia-stasis-test");
+            assert!(!made.exists() || fs::remove_file(made).is_err(), "{destination}");
+        }
     }
 
     #[test]

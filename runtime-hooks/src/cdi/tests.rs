@@ -21,7 +21,7 @@ impl World {
             fs::create_dir(root.path().join(directory)).unwrap();
         }
         fs::write(root.path().join("libcuda.so.580.2"), "").unwrap();
-        let world = Self { root, visible_devices: false };
+        let world = Self { root, visible_devices: true };
         world.specification("gpu.json", &world.gpu());
         world
     }
@@ -129,9 +129,10 @@ fn edits_are_made_once() {
     world.complete(&a_gpu()).unwrap();
     let once = world.read();
     let registry = Registry::scan(&[world.path("cdi")]);
-    let claims = Claims::of(&parse(&once).unwrap(), &registry, false);
+    let claims = Claims::of(&parse(&once).unwrap(), &registry, true);
     let mut twice = once.clone();
-    edits::apply(&mut twice, &world.path("bundle"), &claims.entitled[0]).unwrap();
+    let lack = Lack::default();
+    edits::apply(&mut twice, &world.path("bundle"), &lack, &claims.entitled[0]).unwrap();
     assert_eq!(twice, once);
 }
 
@@ -164,12 +165,13 @@ fn what_is_complete_is_not_touched_whatever_the_hosts_cdi_is_like() {
 #[test]
 fn the_variable_gives_only_where_the_host_says_so() {
     let mut world = World::new();
+    world.visible_devices = false;
     world.config(&bare());
     let error = world.complete(&a_gpu()).unwrap_err();
     for words in [
         "its processes use /usr/lib/libcuda.so.1, /dev/nvidia0, /dev/nvidia-uvm, which",
         "asks for no CDI device",
-        "annotation cdi.k8s.io/",
+        "an annotation cdi.k8s.io/",
         "cdi.visible-devices = true",
         "device nodes",
     ] {
@@ -183,7 +185,8 @@ fn the_variable_gives_only_where_the_host_says_so() {
 
 #[test]
 fn own_nodes_complete_mounts_and_correct_the_nodes_that_are_named() {
-    let world = World::new();
+    let mut world = World::new();
+    world.visible_devices = false;
     let mut config = bare();
     config["linux"]["devices"] = json!([
         {"path": "/dev/nvidia0", "type": "c", "major": 1, "minor": 3},
@@ -219,7 +222,7 @@ fn own_nodes_complete_mounts_and_correct_the_nodes_that_are_named() {
 
 #[test]
 fn a_source_of_another_host_is_replaced_and_one_that_is_there_stays() {
-    let world = World::new();
+    let mut world = World::new();
     for (source, replaced) in [("/usr/lib/libcuda.so.570.1-none", true), ("/bin", false)] {
         let mut config = asking();
         let mount = json!({"destination": LIBRARY, "type": "bind", "source": source});
@@ -231,6 +234,7 @@ fn a_source_of_another_host_is_replaced_and_one_that_is_there_stays() {
         let here = world.path("libcuda.so.580.2").display().to_string();
         assert_eq!(mounts[0]["source"], if replaced { here.as_str() } else { source });
     }
+    world.visible_devices = false;
     let mut config = bare();
     config["mounts"] = json!([{"destination": LIBRARY, "type": "bind", "source": "/none"}]);
     world.config(&config);
@@ -357,4 +361,54 @@ fn a_config_that_is_none_is_told() {
     world.config(&odd);
     let error = world.complete(&a_gpu()).unwrap_err();
     assert!(error.contains("config.json is not what"), "{error}");
+}
+
+#[test]
+fn who_only_has_nodes_is_given_only_what_is_lacking_of_the_driver() {
+    let mut world = World::new();
+    world.visible_devices = false;
+    fs::write(world.path("secret"), "").unwrap();
+    // Another vendor's device, which nobody named; its node is one that the container has.
+    let secret =
+        |destination: &str| json!({"hostPath": world.path("secret"), "containerPath": destination});
+    let other = json!({"cdiVersion": "0.6.0", "kind": "other.org/thing", "devices": [{
+        "name": "x", "containerEdits": {
+            "deviceNodes": [{"path": "/dev/thing", "hostPath": "/dev/full"}],
+            "mounts": [secret("/secret"), secret("/lib/libnvidia-more.so")],
+        },
+    }]});
+    world.specification("other.json", &other);
+    let mut config = bare();
+    config["linux"]["devices"] = json!([
+        {"path": "/dev/nvidia0", "type": "c", "major": 1, "minor": 3},
+        {"path": "/dev/mine", "type": "c", "major": 1, "minor": 7},
+    ]);
+    world.config(&config);
+    // The image names what it would like, too.
+    let error = world.complete(&needs(&[LIBRARY, "/secret"], &[])).unwrap_err();
+    assert!(error.contains("use /secret, which"), "{error}");
+    world.complete(&needs(&[LIBRARY], &[])).unwrap();
+    let mounts = world.read()["mounts"].clone();
+    let given: Vec<_> = mounts.as_array().unwrap().iter().map(|m| &m["destination"]).collect();
+    assert_eq!(given, ["/proc", LIBRARY]);
+}
+
+#[test]
+fn an_annotation_alone_gives_nothing() {
+    let mut world = World::new();
+    world.visible_devices = false;
+    world.config(&asking());
+    let error = world.complete(&a_gpu()).unwrap_err();
+    assert!(error.contains("asks for no CDI device"), "{error}");
+    assert_eq!(world.read(), asking());
+}
+
+#[test]
+fn no_node_is_made_for_whoever_has_the_pid_now() {
+    let world = World::new();
+    let pid = i32::try_from(std::process::id()).unwrap();
+    let start_time = start_time(pid).unwrap() + 1;
+    let spec = parse(&bare()).unwrap();
+    let result = world.bundle().make_nodes(ProcessId { pid, start_time }, &spec);
+    assert!(matches!(result, Err(Cause::Gone)), "{result:?}");
 }

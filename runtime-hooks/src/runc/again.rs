@@ -6,6 +6,7 @@
 //! environment which call it is.
 
 use std::ffi::{OsStr, OsString};
+use std::hash::{DefaultHasher, Hash as _, Hasher as _};
 use std::os::unix::ffi::{OsStrExt as _, OsStringExt as _};
 use std::process::Command;
 
@@ -54,10 +55,16 @@ fn this_process() -> Option<String> {
     Some(format!("{pid} {started}"))
 }
 
-/// Subcommand and container, empty if neither is known.
+/// Subcommand and container, or what stands for it; empty if neither is known.
 fn call(line: Option<&CommandLine>) -> OsString {
     let Some(line) = line else { return OsString::new() };
-    let id = line.id().unwrap_or_default();
+    // Where the line's id is not looked for, all of it, in short: a hook may start another container.
+    let rest = || {
+        let mut hasher = DefaultHasher::new();
+        line.rest.hash(&mut hasher);
+        format!("{:016x}", hasher.finish()).into()
+    };
+    let id = line.id().map_or_else(rest, ToOwned::to_owned);
     OsString::from_vec([line.subcommand.as_bytes(), b" ", id.as_bytes()].concat())
 }
 
@@ -95,6 +102,11 @@ mod tests {
         assert!(!is_again(Some(&create), line("state c1").as_ref()));
         assert!(!is_again(Some(&create), line("create --bundle /b c2").as_ref()));
         assert!(!is_again(Some(&create), line("--version").as_ref()));
+        for subcommand in ["start", "kill", "state"] {
+            let outer = marked(&format!("{subcommand} c1"));
+            assert!(!is_again(Some(&outer), line(&format!("{subcommand} c2")).as_ref()));
+            assert!(is_again(Some(&outer), line(&format!("{subcommand} c1")).as_ref()));
+        }
         assert!(!is_again(None, line("create c1").as_ref()));
     }
 

@@ -71,7 +71,11 @@ impl Container {
             return Err(TaskError::Invalid("a checkpoint needs a path for its image".to_owned()));
         }
         let _under_way = self.begin(Action::Checkpoint).await?;
-        self.ending.store(request.exit, Ordering::Relaxed);
+        {
+            let inner = self.inner();
+            // One that was killed meanwhile has its end told at once.
+            self.ending.store(request.exit && !inner.killed && !inner.ended, Ordering::Relaxed);
+        }
         let temporary = self.fixed.bundle.join("work/criu-work");
         let work = request.work.as_ref().unwrap_or(&temporary);
         let call = Call::new("checkpoint", request.arguments(work, &self.id)).through_engine(true);
@@ -115,7 +119,8 @@ impl Container {
 
     /// Calls the engine. If the container ends before, a `runc checkpoint` that goes on is ended, since
     /// CRIU has been seen to wait for ever for a process that was killed. Not where the end was asked
-    /// for, and not the engine itself: it notices, and may be about to make a good image whole.
+    /// for, and not the engine itself: it notices, and may be about to make a good image whole. But
+    /// the end is not kept back for these for ever.
     async fn call_engine(&self, mut call: Call, exit: bool) -> Result<String, RuncError> {
         // At its end the shim waits for this.
         let _operation = self.shared.operations.token();
@@ -124,15 +129,24 @@ impl Container {
         let calling = self.runtime.call(call);
         tokio::pin!(calling);
         let dead = async {
-            self.init.wait().await;
+            self.has_ended().await;
             tokio::time::sleep(DEAD).await;
         };
         tokio::select! {
             made = &mut calling => return made,
-            () = dead, if !exit => {}
+            () = dead => {}
         }
         let pid = pid.load(Ordering::Relaxed);
-        if pid > 0 && !is_engine(pid) {
+        if exit {
+            if is_engine(pid) {
+                let limit = tokio::time::timeout(WHOLE, &mut calling);
+                if let Ok(made) = limit.await {
+                    return made;
+                }
+            }
+            tracing::warn!(container = self.id, pid, "a checkpoint goes on with the dead");
+            self.no_longer_ending();
+        } else if pid > 0 && !is_engine(pid) {
             tracing::warn!(
                 container = self.id,
                 pid,
@@ -144,6 +158,10 @@ impl Container {
         calling.await
     }
 }
+
+/// How long the engine may take to make an image whole (sync it, write its manifest) whose container
+/// has ended, before that end is told: with connections kept it is CRIU that ends the container.
+const WHOLE: Duration = Duration::from_secs(600);
 
 /// How long an operation may go on with a container that has ended.
 pub const DEAD: Duration = Duration::from_secs(5);

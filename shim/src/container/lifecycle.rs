@@ -53,6 +53,7 @@ impl Container {
         let Ok(exit) = exit.await else { return };
         // No exec begins any more.
         self.inner().ended = true;
+        self.quiet.notify_waiters();
         // A start that hangs does not keep the end from being known.
         let gate = timeout(STARTING, self.init.gate.lock()).await;
         let paused = self.inner().state == State::Paused;
@@ -73,9 +74,8 @@ impl Container {
             }
         }
         // Docker deletes what has ended, and containerd then closes the connection on which a
-        // checkpoint was still to be answered: a good image counted as failed. Without a limit: with
-        // connections kept CRIU kills, and the image has still to be synced and its manifest
-        // written. A Kill ends the wait.
+        // checkpoint was still to be answered: a good image counted as failed. A Kill ends the
+        // wait, and so does a checkpoint that takes too long.
         self.checkpointed().await;
         // What is still to be told of its memory comes before its end.
         self.shared.oom.remove(&self.id);

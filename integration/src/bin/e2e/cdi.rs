@@ -113,8 +113,9 @@ impl Ended<'_> {
         Ok(fs::write(path, config.to_string())?)
     }
 
-    /// Names a device in an annotation.
-    fn ask(&self, device: &str) -> Result<()> {
+    /// Names a device in an annotation, which counts from now on.
+    fn ask(&self, case: &Case, device: &str) -> Result<()> {
+        case.set(&Settings::default().with("cdi", "visible-devices", "true"))?;
         self.edit(|config| config["annotations"]["cdi.k8s.io/test"] = json!(device))
     }
 
@@ -212,15 +213,19 @@ fn by_visible_devices(case: &Case) -> Result<()> {
     Ok(())
 }
 
-/// The way of Kubernetes: named in an annotation.
+/// Named in an annotation, as NVIDIA's runtime takes it.
 fn by_annotation(case: &Case) -> Result<()> {
     let mut ended = ended(case)?;
     ended.edit(strip)?;
     ended.refused(&["asks for no CDI device of this host"])?;
     let cdi = Cdi::install(case.name(), &case.gpu)?;
-    ended.ask("no.such/gpu=0")?;
+    ended.ask(case, &cdi.device())?;
+    // An image's own annotation, where nobody gives GPUs by it.
+    case.set(&Settings::default())?;
+    ended.refused(&["asks for no CDI device of this host", "cdi.visible-devices = true"])?;
+    ended.ask(case, "no.such/gpu=0")?;
     ended.refused(&["annotation cdi.k8s.io/test asks for no.such/gpu=0", "/etc/cdi"])?;
-    ended.ask(&cdi.device())?;
+    ended.ask(case, &cdi.device())?;
     let pid = ended.restore(102)?;
     ended.bundle.exec(&["sh", "-c", USE_GPU])?;
     ensure!(is_allowed(pid, "c 10:229")?, "no rule for the device");
@@ -312,7 +317,7 @@ fn other_numbers(case: &Case) -> Result<()> {
     let mut cdi = Cdi::install(case.name(), &case.gpu)?;
     cdi.set_node(&node)?;
     ended.edit(strip)?;
-    ended.ask(&cdi.device())?;
+    ended.ask(case, &cdi.device())?;
     let pid = ended.restore(102)?;
     let found = fs::symlink_metadata(format!("/proc/{pid}/root/dev/nvidia0"))?;
     ensure!(found.file_type().is_char_device(), "{found:?}");
@@ -332,7 +337,7 @@ fn more_than_the_image(case: &Case) -> Result<()> {
     cdi.add_mount(Path::new("/bin/true"), "/usr/bin/nvidia-more")?;
     for (number, image) in [(102, "second"), (103, "third")] {
         ended.edit(strip)?;
-        ended.ask(&cdi.device())?;
+        ended.ask(case, &cdi.device())?;
         ended.restore(number)?;
         ended.image = case.path(image);
         ended.bundle.checkpoint(&ended.image)?;
@@ -348,7 +353,7 @@ fn hostile_image(case: &Case) -> Result<()> {
     let cdi = Cdi::install(case.name(), &case.gpu)?;
     ended.edit(strip)?;
     ended.refused(&["asks for no CDI device of this host"])?;
-    ended.ask(&cdi.device())?;
+    ended.ask(case, &cdi.device())?;
     let manifest = ended.image.join("stasis.json");
     let good = fs::read_to_string(&manifest)?;
     for (list, path) in [
@@ -374,7 +379,7 @@ fn failed_restore(case: &Case) -> Result<()> {
     let mut ended = ended(case)?;
     let cdi = Cdi::install(case.name(), &case.gpu)?;
     ended.edit(strip)?;
-    ended.ask(&cdi.device())?;
+    ended.ask(case, &cdi.device())?;
     case.gpu.faults(&["restore error:999"])?;
     ended.refused(&["cuda-restore", "killed"])?;
     case.gpu.heal()?;
