@@ -165,7 +165,7 @@ fn class_section(runtime: &str, class: Class, places: &Places<'_>, settings: &Se
         r#"
 [{table}]
 {keys}pod_annotations = ["dev.stasis.*"]
-container_annotations = ["dev.stasis.*", "cdi.k8s.io/*"]
+container_annotations = ["dev.stasis.*"]
 
 [{table}.options]
 SystemdCgroup = false

@@ -30,6 +30,13 @@ pub(crate) fn tests() -> Vec<Test> {
         Test::new("kubernetes_node", kubernetes::node),
         Test::new("kubernetes_node_keeps_what_is_in_use", kubernetes::in_use),
         Test::new("kubernetes_node_keeps_the_settings", kubernetes::settings),
+        Test::new("kubernetes_node_restarts_containerd_at_last", kubernetes::restart),
+        Test::new("kubernetes_node_verifies_what_was_interrupted", kubernetes::interrupted),
+        Test::new("kubernetes_node_replaces_a_broken_file", kubernetes::broken),
+        Test::new("kubernetes_node_removes_programs_last", kubernetes::removal),
+        Test::new("kubernetes_node_sees_programs_behind_a_link", kubernetes::linked),
+        Test::new("kubernetes_node_needs_both_marks", kubernetes::marks),
+        Test::new("kubernetes_node_needs_the_programs", kubernetes::programs),
         Test::new("completion_of_stasis", completions::stasis),
         Test::new("completion_of_stasis_runc", completions::stasis_runc),
     ]
@@ -107,8 +114,7 @@ fn expect_classes(cri: &Value) -> Result<()> {
         ensure!(class["runtimeType"] == kind && class["runtimePath"] == path, "{class:#}");
         ensure!(class["options"]["SystemdCgroup"] == true, "{class:#}");
         ensure!(class["PodAnnotations"] == json!(["dev.stasis.*"]), "{class:#}");
-        let container = json!(["dev.stasis.*", "cdi.k8s.io/*"]);
-        ensure!(class["ContainerAnnotations"] == container, "{class:#}");
+        ensure!(class["ContainerAnnotations"] == json!(["dev.stasis.*"]), "{class:#}");
     }
     ensure!(cri["config"]["enableCDI"] == true, "{cri:#}");
     let directories = json!(["/etc/cdi", "/var/run/cdi"]);
