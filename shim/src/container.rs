@@ -99,8 +99,8 @@ pub struct Container {
     inner: Mutex<Inner>,
     /// A checkpoint that ends it is under way.
     ending: AtomicBool,
-    /// Something that was under way has ended.
-    quiet: Notify,
+    /// Something that was under way has ended, or init has, or it was killed.
+    changed: Notify,
 }
 
 struct Inner {
@@ -247,10 +247,10 @@ impl Container {
         }
     }
 
-    /// Waits for something that is told by [`Container::quiet`].
+    /// Waits for something that is told by [`Container::changed`].
     async fn until(&self, reached: impl Fn() -> bool) {
         loop {
-            let changed = self.quiet.notified();
+            let changed = self.changed.notified();
             tokio::pin!(changed);
             changed.as_mut().enable();
             if reached() {
@@ -273,7 +273,7 @@ impl Container {
     /// Its end, once it comes, is told at once.
     fn no_longer_ending(&self) {
         self.ending.store(false, Ordering::Relaxed);
-        self.quiet.notify_waiters();
+        self.changed.notify_waiters();
     }
 
     /// Waits until no checkpoint that ends it is under way, or it was killed.
@@ -329,7 +329,7 @@ struct Short<'a>(&'a Container);
 impl Drop for Short<'_> {
     fn drop(&mut self) {
         self.0.inner().short -= 1;
-        self.0.quiet.notify_waiters();
+        self.0.changed.notify_waiters();
     }
 }
 

@@ -70,9 +70,7 @@ fn during_a_checkpoint_all_else_is_answered_or_refused_at_once() {
     run(async {
         let world = World::new().await;
         world.running("c1").await;
-        let dump = world.runtime.hold("checkpoint");
-        let checkpoint = world.checkpoint("c1");
-        world.runtime.called("checkpoint").await;
+        let (dump, checkpoint) = world.dumping("c1", false).await;
         assert_eq!(world.status("c1").await, Status::RUNNING);
 
         let second = world.checkpoint("c1").await.unwrap();
@@ -103,9 +101,7 @@ fn a_caller_that_goes_away_does_not_cut_a_checkpoint() {
     run(async {
         let world = World::new().await;
         world.running("c1").await;
-        let dump = world.runtime.hold("checkpoint");
-        let checkpoint = world.checkpoint("c1");
-        world.runtime.called("checkpoint").await;
+        let (dump, checkpoint) = world.dumping("c1", false).await;
         checkpoint.abort();
         assert!(checkpoint.await.unwrap_err().is_cancelled());
         // It is still under way.
@@ -139,9 +135,7 @@ fn a_paused_one_is_paused_all_the_time_and_told() {
         let world = World::new().await;
         world.running("c1").await;
         world.pause("c1").await.unwrap();
-        let dump = world.runtime.hold("checkpoint");
-        let checkpoint = world.checkpoint("c1");
-        world.runtime.called("checkpoint").await;
+        let (dump, checkpoint) = world.dumping("c1", false).await;
         assert_eq!(world.status("c1").await, Status::PAUSED);
         dump.notify_one();
         checkpoint.await.unwrap().unwrap();
@@ -277,9 +271,7 @@ fn a_dump_that_hangs_is_ended_with_the_dead_unless_the_end_was_asked_for() {
             world.running("c1").await;
             let criu = Command::new("sleep").arg("1000").process_group(0).spawn().unwrap().id();
             *world.runtime.engine.lock().unwrap() = Some(criu.cast_signed());
-            let dump = world.runtime.hold("checkpoint");
-            let checkpoint = world.checkpoint_and("c1", exit);
-            world.runtime.called("checkpoint").await;
+            let (dump, checkpoint) = world.dumping("c1", exit).await;
             world.kill("c1").await.unwrap();
             world.events(3).await;
             let running = || std::path::Path::new(&format!("/proc/{criu}")).exists();
@@ -304,9 +296,7 @@ fn a_checkpoint_that_ends_it_is_answered_before_its_end_is_told() {
     run(async {
         let world = World::new().await;
         world.running("c1").await;
-        let dump = world.runtime.hold("checkpoint");
-        let checkpoint = world.checkpoint_and("c1", true);
-        world.runtime.called("checkpoint").await;
+        let (dump, checkpoint) = world.dumping("c1", true).await;
         world.runtime.end();
         let told = tokio::time::timeout(Duration::from_millis(200), world.wait("c1")).await;
         assert!(told.is_err(), "its end was told while the checkpoint was under way");
@@ -322,9 +312,7 @@ fn a_kill_during_such_a_checkpoint_is_told_at_once() {
     run(async {
         let world = World::new().await;
         world.running("c1").await;
-        let dump = world.runtime.hold("checkpoint");
-        let checkpoint = world.checkpoint_and("c1", true);
-        world.runtime.called("checkpoint").await;
+        let (dump, checkpoint) = world.dumping("c1", true).await;
         world.runtime.end();
         // Whether or not runc still finds something to kill.
         let _ = world.kill("c1").await;
@@ -339,9 +327,7 @@ fn an_end_is_told_although_such_a_checkpoint_hangs() {
     run(async {
         let world = World::new().await;
         world.running("c1").await;
-        let _dump = world.runtime.hold("checkpoint");
-        let _checkpoint = world.checkpoint_and("c1", true);
-        world.runtime.called("checkpoint").await;
+        let (_dump, _checkpoint) = world.dumping("c1", true).await;
         world.runtime.end();
         tokio::time::sleep(Duration::from_millis(100)).await;
         tokio::time::pause();

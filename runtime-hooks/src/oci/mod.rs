@@ -57,8 +57,7 @@ pub fn run_as(arguments: &[OsString], caller: Caller) -> ExitCode {
         }
         config
     });
-    let flavour = config.as_ref().map_or(Flavour::Runc, |config| Flavour::of(&config.runtime.path));
-    let report = Report::new(line.as_ref(), flavour);
+    let runtime = config.as_ref().map(|config| config.runtime.path.clone()).unwrap_or_default();
     let done = config.and_then(|config| {
         report::log_to(&config.log);
         run(&config, arguments, line.as_ref(), &execute)
@@ -66,6 +65,7 @@ pub fn run_as(arguments: &[OsString], caller: Caller) -> ExitCode {
     match done {
         Ok(code) => code,
         Err(error) => {
+            let report = Report::new(line.as_ref(), Flavour::of(&runtime));
             report.error(&format!("{error:#}").replace('\n', " "));
             ExitCode::FAILURE
         }

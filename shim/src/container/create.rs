@@ -160,7 +160,7 @@ impl Container {
             restoring: Arc::default(),
             ending: AtomicBool::default(),
             inner: Mutex::new(inner),
-            quiet: tokio::sync::Notify::new(),
+            changed: tokio::sync::Notify::new(),
         }
     }
 

@@ -53,7 +53,7 @@ impl Container {
         let Ok(exit) = exit.await else { return };
         // No exec begins any more.
         self.inner().ended = true;
-        self.quiet.notify_waiters();
+        self.changed.notify_waiters();
         // A start that hangs does not keep the end from being known.
         let gate = timeout(STARTING, self.init.gate.lock()).await;
         let paused = self.inner().state == State::Paused;

@@ -297,6 +297,18 @@ impl World {
         self.checkpoint_and(id, false)
     }
 
+    /// A checkpoint whose dump is under way until it is told to end.
+    pub(crate) async fn dumping(
+        &self,
+        id: &str,
+        exit: bool,
+    ) -> (Arc<Notify>, tokio::task::JoinHandle<ttrpc::Result<Empty>>) {
+        let dump = self.runtime.hold("checkpoint");
+        let checkpoint = self.checkpoint_and(id, exit);
+        self.runtime.called("checkpoint").await;
+        (dump, checkpoint)
+    }
+
     /// The same, after which the container may have to end.
     pub(crate) fn checkpoint_and(
         &self,
