@@ -20,6 +20,9 @@ pub const PREFIX: &str = "dev.stasis.";
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum AnnotationName {
+    /// `dev.stasis.job = "file"`: give the container a job file, in which its CUDA processes may
+    /// share GPU memory (`cuIpcGetMemHandle`) and keep it.
+    Job,
     /// `dev.stasis.multi-process = "allow"`: checkpoint a container with several CUDA processes,
     /// although memory that they share may be lost at restore.
     MultiProcess,
@@ -36,12 +39,13 @@ pub enum AnnotationName {
 
 impl AnnotationName {
     /// All that there are.
-    pub const ALL: [Self; 3] = [Self::MultiProcess, Self::MultiGpu, Self::LockTimeout];
+    pub const ALL: [Self; 4] = [Self::Job, Self::MultiProcess, Self::MultiGpu, Self::LockTimeout];
 
     /// The whole key, as it stands on a container.
     #[must_use]
     pub fn key(self) -> &'static str {
         match self {
+            Self::Job => "dev.stasis.job",
             Self::MultiProcess => "dev.stasis.multi-process",
             Self::MultiGpu => "dev.stasis.multi-gpu",
             Self::LockTimeout => "dev.stasis.lock-timeout",
@@ -64,6 +68,8 @@ impl AnnotationName {
 /// What a container asks for. The default is a container without annotations.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Annotations {
+    /// Give the container a job file.
+    pub job: bool,
     /// Checkpoint although several processes of the container use CUDA.
     pub multi_process: bool,
     /// Checkpoint although one process uses several GPUs.
@@ -124,8 +130,11 @@ impl Annotations {
             }
             let wrong = |reason| AnnotationError::Value { name, value: value.to_owned(), reason };
             match name {
-                AnnotationName::MultiProcess => out.multi_process = allow(value).map_err(wrong)?,
-                AnnotationName::MultiGpu => out.multi_gpu = allow(value).map_err(wrong)?,
+                AnnotationName::Job => out.job = only("file", value).map_err(wrong)?,
+                AnnotationName::MultiProcess => {
+                    out.multi_process = only("allow", value).map_err(wrong)?;
+                }
+                AnnotationName::MultiGpu => out.multi_gpu = only("allow", value).map_err(wrong)?,
                 AnnotationName::LockTimeout => {
                     out.lock_timeout =
                         Some(timeout(value, policy.max_lock_timeout).map_err(wrong)?);
@@ -136,9 +145,9 @@ impl Annotations {
     }
 }
 
-/// The only value of a switch. There is no 'deny': leaving the annotation out says that.
-fn allow(value: &str) -> Result<bool, String> {
-    if value == "allow" { Ok(true) } else { Err("expected \"allow\"".to_owned()) }
+/// A switch has one value. There is no 'deny': leaving the annotation out says that.
+fn only(expected: &str, value: &str) -> Result<bool, String> {
+    if value == expected { Ok(true) } else { Err(format!("expected \"{expected}\"")) }
 }
 
 fn timeout(value: &str, max: Duration) -> Result<Duration, String> {
@@ -191,11 +200,13 @@ mod tests {
     #[test]
     fn all_can_be_given() {
         let all = [
+            ("dev.stasis.job", "file"),
             ("dev.stasis.multi-process", "allow"),
             ("dev.stasis.multi-gpu", "allow"),
             ("dev.stasis.lock-timeout", "1m 30s"),
         ];
         let want = Annotations {
+            job: true,
             multi_process: true,
             multi_gpu: true,
             lock_timeout: Some(Duration::from_secs(90)),
@@ -207,8 +218,8 @@ mod tests {
     fn an_unknown_one_lists_the_known() {
         assert_eq!(
             parse(&[("dev.stasis.multigpu", "allow")]).unwrap_err(),
-            "unknown annotation `dev.stasis.multigpu`: expected dev.stasis.multi-process, \
-             dev.stasis.multi-gpu or dev.stasis.lock-timeout"
+            "unknown annotation `dev.stasis.multigpu`: expected dev.stasis.job, \
+             dev.stasis.multi-process, dev.stasis.multi-gpu or dev.stasis.lock-timeout"
         );
         assert!(parse(&[("dev.stasis.", "")]).is_err());
     }
@@ -243,6 +254,15 @@ mod tests {
                 )
             );
         }
+    }
+
+    #[test]
+    fn a_job_is_made_of_a_file() {
+        assert!(parse(&[("dev.stasis.job", "file")]).unwrap().job);
+        assert_eq!(
+            parse(&[("dev.stasis.job", "allow")]).unwrap_err(),
+            "annotation dev.stasis.job has the value `allow`: expected \"file\""
+        );
     }
 
     #[test]

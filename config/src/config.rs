@@ -40,6 +40,8 @@ pub struct Config {
     pub log: Log,
     /// `[cuda]`
     pub cuda: Cuda,
+    /// `[jobs]`
+    pub jobs: Jobs,
     /// `[criu]`
     pub criu: Criu,
     /// `[cdi]`
@@ -115,6 +117,9 @@ pub struct Cuda {
     /// Absolute path of the library file. Default: the dynamic loader finds
     /// `libnvidia-ml.so.1`.
     pub libnvml: Option<PathBuf>,
+    /// NVIDIA's command, which makes job files: a name without a slash, looked up in `PATH`, or an
+    /// absolute path. Default `cuda-checkpoint`.
+    pub utility: PathBuf,
     /// Time for `cuInit` in the helper. Default 60 s.
     #[serde(deserialize_with = "some_duration")]
     pub init_timeout: Duration,
@@ -128,6 +133,16 @@ pub struct Cuda {
     /// Time to move it back. Default 10 min.
     #[serde(deserialize_with = "some_duration")]
     pub restore_timeout: Duration,
+}
+
+/// Jobs: containers whose CUDA processes share GPU memory.
+#[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
+#[serde(default, deny_unknown_fields, rename_all = "kebab-case")]
+pub struct Jobs {
+    /// The first branch of the driver (the number before the first dot of its version) whose jobs
+    /// are relied on. Default 610, the first that keeps shared memory; at least 590, the first that
+    /// has jobs.
+    pub minimum_driver: u32,
 }
 
 /// Added to what the caller of a checkpoint asks of CRIU. Each is off by default.
@@ -198,6 +213,7 @@ impl Default for Cuda {
         Self {
             libcuda: None,
             libnvml: None,
+            utility: "cuda-checkpoint".into(),
             init_timeout: Duration::from_secs(60),
             lock_timeout: Duration::from_secs(60),
             checkpoint_timeout: Duration::from_secs(600),
@@ -205,6 +221,15 @@ impl Default for Cuda {
         }
     }
 }
+
+impl Default for Jobs {
+    fn default() -> Self {
+        Self { minimum_driver: 610 }
+    }
+}
+
+/// The first branch of the driver that has jobs.
+const FIRST_WITH_JOBS: u32 = 590;
 
 impl Default for Cdi {
     fn default() -> Self {
@@ -325,7 +350,7 @@ impl Config {
 
     /// What the types cannot say. The error: the keys concerned, and what is wrong.
     fn validate(&self) -> Result<(), (&'static [&'static str], String)> {
-        let Self { runtime, state, log, cuda, criu: _, cdi, annotations: _ } = self;
+        let Self { runtime, state, log, cuda, jobs, criu: _, cdi, annotations: _ } = self;
 
         program(&runtime.path).map_err(|e| (&["runtime.path"][..], e))?;
         absolute(&state.directory).map_err(|e| (&["state.directory"][..], e))?;
@@ -335,6 +360,14 @@ impl Config {
         }
         if let Some(path) = &cuda.libnvml {
             absolute(path).map_err(|e| (&["cuda.libnvml"][..], e))?;
+        }
+        program(&cuda.utility).map_err(|e| (&["cuda.utility"][..], e))?;
+        if jobs.minimum_driver < FIRST_WITH_JOBS {
+            let found = jobs.minimum_driver;
+            return Err((
+                &["jobs.minimum-driver"],
+                format!("expected a driver branch from {FIRST_WITH_JOBS}, found {found}"),
+            ));
         }
         for directory in &cdi.directories {
             absolute(directory).map_err(|e| (&["cdi.directories"][..], e))?;
@@ -582,10 +615,13 @@ mod tests {
             [cuda]
             libcuda = "/c/libcuda.so.1"
             libnvml = "/c/libnvidia-ml.so.1"
+            utility = "/c/cuda-checkpoint"
             init-timeout = "1ms"
             lock-timeout = "1m 30s"
             checkpoint-timeout = "24h"
             restore-timeout = "1h"
+            [jobs]
+            minimum-driver = 590
             [criu]
             tcp-established = true
             external-unix-sockets = true
@@ -607,11 +643,13 @@ mod tests {
             cuda: Cuda {
                 libcuda: Some("/c/libcuda.so.1".into()),
                 libnvml: Some("/c/libnvidia-ml.so.1".into()),
+                utility: "/c/cuda-checkpoint".into(),
                 init_timeout: Duration::from_millis(1),
                 lock_timeout: Duration::from_secs(90),
                 checkpoint_timeout: Duration::from_secs(86_400),
                 restore_timeout: Duration::from_secs(3600),
             },
+            jobs: Jobs { minimum_driver: 590 },
             criu: Criu {
                 tcp_established: true,
                 external_unix_sockets: true,
@@ -633,6 +671,20 @@ mod tests {
         for (text, want) in table {
             assert_eq!(parse(text), Err(format!("configuration c.toml:{want}")), "{text}");
         }
+    }
+
+    #[test]
+    fn a_driver_without_jobs_cannot_be_trusted_with_them() {
+        let want = "2:18: jobs.minimum-driver: expected a driver branch from 590, found 580";
+        wrong([
+            ("[jobs]\nminimum-driver = 580", want.to_owned()),
+            (
+                "[cuda]\nutility = \"bin/cuda-checkpoint\"",
+                "2:11: cuda.utility: expected the name of a program or an absolute path, found \
+                 `bin/cuda-checkpoint`"
+                    .to_owned(),
+            ),
+        ]);
     }
 
     #[test]
@@ -709,12 +761,12 @@ mod tests {
             (
                 "[logs]",
                 "1:2: logs: unknown field `logs`, expected one of `runtime`, `state`, `log`, \
-                 `cuda`, `criu`, `cdi`, `annotations`"
+                 `cuda`, `jobs`, `criu`, `cdi`, `annotations`"
                     .into(),
             ),
             (
-                "[annotations]\nallow = [\"job\"]",
-                "2:10: annotations.allow: unknown variant `job`, expected one of `multi-process`, \
+                "[annotations]\nallow = [\"jobs\"]",
+                "2:10: annotations.allow: unknown variant `jobs`, expected one of `job`, `multi-process`, \
                  `multi-gpu`, `lock-timeout`"
                     .into(),
             ),

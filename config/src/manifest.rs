@@ -22,6 +22,14 @@ use crate::text::printable;
 /// The name of the file in the image directory.
 pub const MANIFEST_FILE: &str = "stasis.json";
 
+/// The name of the copy of a job file in the image directory.
+pub const JOB_FILE: &str = "stasis.job";
+
+/// The largest job file that is used, in bytes. Nobody has published how large the driver makes
+/// one; it records processes and what they share, so this is far above what it can need, and little
+/// enough for a container to waste.
+pub const MAX_JOB_BYTES: u64 = 64 << 20;
+
 /// The version that this program writes, and the only one that it reads.
 pub const VERSION: u32 = 1;
 
@@ -53,6 +61,9 @@ pub struct Manifest {
     pub gpus: Vec<Gpu>,
     /// The processes that used CUDA.
     pub processes: Vec<Process>,
+    /// The job that the processes are members of, if they are.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub job: Option<Job>,
     /// The flags of the dump, because a restore needs the same.
     pub dump: Dump,
     /// Destinations of GPU mounts, absolute paths in the container.
@@ -101,6 +112,42 @@ pub struct Process {
     /// GPU memory that it held, in bytes, if known.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub device_bytes: Option<u64>,
+}
+
+/// The job file of processes that may share GPU memory, as it was when all of them were
+/// CHECKPOINTED. The driver restores them with a copy of it and with nothing else.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Job {
+    /// Its size, at most [`MAX_JOB_BYTES`].
+    pub bytes: u64,
+    /// Its SHA-256 in 64 lower-case hexadecimal digits.
+    pub sha256: String,
+    /// Whose it is.
+    pub file: JobFile,
+}
+
+/// Where the live job file of a restored container comes from.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case", deny_unknown_fields)]
+pub enum JobFile {
+    /// Stasis made it for the annotation; [`JOB_FILE`] is the copy.
+    #[default]
+    Made,
+    /// CRIU restores it with the processes: the memory file of `cuda-checkpoint --launch-job`, one
+    /// that was unlinked, or one on a tmpfs of the container.
+    Dumped,
+    /// The container named a file of its own root file system; [`JOB_FILE`] is the copy.
+    Rootfs {
+        /// Absolute path in the container.
+        path: String,
+        /// Permission bits, without any beyond 0777.
+        mode: u32,
+        /// Owner, as the host sees it.
+        uid: u32,
+        /// Group, as the host sees it.
+        gid: u32,
+    },
 }
 
 /// The flags of the dump.
@@ -318,6 +365,7 @@ impl Manifest {
             driver: Driver { version: driver, cuda: _ },
             gpus,
             processes,
+            job,
             dump: _,
             gpu_mounts,
             gpu_devices,
@@ -360,6 +408,9 @@ impl Manifest {
                 text(field, uuid)?;
             }
         }
+        if let Some(job) = job {
+            job.validate()?;
+        }
         for (field, destination) in entries("gpu_mounts", gpu_mounts)? {
             absolute(field, destination)?;
         }
@@ -369,6 +420,30 @@ impl Manifest {
         for (field, phase) in entries("phases", phases)? {
             let Phase { name, milliseconds: _ } = phase;
             text(format!("{field}.name"), name)?;
+        }
+        Ok(())
+    }
+}
+
+impl Job {
+    fn validate(&self) -> Result<(), Wrong> {
+        let Self { bytes, sha256, file } = self;
+        if *bytes > MAX_JOB_BYTES {
+            let reason = format!("expected at most {MAX_JOB_BYTES} bytes, found {bytes}");
+            return Err(Wrong::new("job.bytes", reason));
+        }
+        let digit = |byte: u8| byte.is_ascii_digit() || (b'a'..=b'f').contains(&byte);
+        if sha256.len() != 64 || !sha256.bytes().all(digit) {
+            let found = crate::text::quoted(sha256);
+            let reason = format!("expected 64 hexadecimal digits, found {found}");
+            return Err(Wrong::new("job.sha256", reason));
+        }
+        if let JobFile::Rootfs { path, mode, uid: _, gid: _ } = file {
+            absolute("job.file.rootfs.path".to_owned(), path)?;
+            if *mode > 0o777 {
+                let reason = format!("expected permission bits up to 0777, found {mode:#o}");
+                return Err(Wrong::new("job.file.rootfs.mode", reason));
+            }
         }
         Ok(())
     }
@@ -589,6 +664,7 @@ mod tests {
                 },
                 Process { pid: 7, command: "helper".into(), order: 1, ..Process::default() },
             ],
+            job: None,
             dump: Dump { tcp_established: true, file_locks: true, ..Dump::default() },
             gpu_mounts: vec!["/usr/lib/x86_64-linux-gnu/libcuda.so.1".into()],
             gpu_devices: vec!["/dev/nvidia0".into(), "/dev/nvidiactl".into()],
@@ -635,6 +711,59 @@ mod tests {
         assert_eq!(fs::metadata(&path).unwrap().permissions().mode() & 0o7777, 0o600);
         assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 1);
         assert_eq!(Manifest::read(dir.path()).unwrap(), Some(manifest()));
+    }
+
+    fn with_job(file: JobFile) -> Manifest {
+        let job = Job { bytes: 4096, sha256: "0123456789abcdef".repeat(4), file };
+        Manifest { job: Some(job), ..manifest() }
+    }
+
+    #[test]
+    fn a_job_looks_like_this() {
+        let rootfs = JobFile::Rootfs { path: "/var/job".into(), mode: 0o600, uid: 1000, gid: 1000 };
+        for (file, text) in [
+            (JobFile::Made, r#""made""#),
+            (JobFile::Dumped, r#""dumped""#),
+            (rootfs, r#"{"rootfs":{"path":"/var/job","mode":384,"uid":1000,"gid":1000}}"#),
+        ] {
+            assert_eq!(serde_json::to_string(&file).unwrap(), text);
+            let dir = tempfile::tempdir().unwrap();
+            with_job(file.clone()).write(dir.path()).unwrap();
+            assert_eq!(Manifest::read(dir.path()).unwrap(), Some(with_job(file)));
+        }
+    }
+
+    #[test]
+    fn a_job_that_cannot_be_is_refused() {
+        let of = |change: fn(&mut Job)| {
+            changed(|manifest| {
+                *manifest = with_job(JobFile::Made);
+                manifest.job.as_mut().map(change).unwrap();
+            })
+        };
+        assert_eq!(
+            of(|job| job.bytes = MAX_JOB_BYTES + 1),
+            "is invalid: job.bytes: expected at most 67108864 bytes, found 67108865"
+        );
+        for sha256 in ["", "00", &"A".repeat(64), &"é".repeat(32)] {
+            let mut manifest = with_job(JobFile::Made);
+            sha256.clone_into(&mut manifest.job.as_mut().unwrap().sha256);
+            let said = refused(serde_json::to_vec(&manifest).unwrap());
+            assert!(said.starts_with("is invalid: job.sha256: expected 64"), "{said}");
+        }
+        let path = "../job".to_owned();
+        let said = changed(|manifest| {
+            *manifest = with_job(JobFile::Rootfs { path, mode: 0o600, uid: 0, gid: 0 });
+        });
+        assert!(
+            said.starts_with("is invalid: job.file.rootfs.path: expected an absolute"),
+            "{said}"
+        );
+        let said = changed(|manifest| {
+            let path = "/job".to_owned();
+            *manifest = with_job(JobFile::Rootfs { path, mode: 0o4755, uid: 0, gid: 0 });
+        });
+        assert!(said.contains("expected permission bits up to 0777, found 0o4755"), "{said}");
     }
 
     #[test]

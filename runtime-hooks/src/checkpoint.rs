@@ -319,6 +319,7 @@ fn manifest(
         },
         gpus: facts.gpus.iter().cloned().map(manifest::Gpu::from).collect(),
         processes,
+        job: None,
         dump: request.dump,
         gpu_mounts: spec::gpu_mounts(request.spec),
         gpu_devices: spec::gpu_devices(request.spec),
