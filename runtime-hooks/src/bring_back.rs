@@ -49,6 +49,7 @@ pub fn bring_back(
 ) -> Result<(), Cause> {
     let deadline = Instant::now() + limits.restore;
     let mut attempts = 0;
+    parts.driver.join(entry.in_job());
     loop {
         attempts += 1;
         let cause = match attempt(parts, entry, goal, thaw, limits) {
@@ -56,7 +57,10 @@ pub fn bring_back(
             Err(cause) => cause,
         };
         let last_word = match &cause {
-            Cause::Unusable { .. } | Cause::Gone | Cause::NoRoom { .. } => true,
+            Cause::Unusable { .. }
+            | Cause::Gone
+            | Cause::NoRoom { .. }
+            | Cause::SharedLost { .. } => true,
             // A helper that was lost says nothing of the process.
             Cause::Driver { error, .. } => error.code().is_some(),
             _ => false,
@@ -108,7 +112,8 @@ fn attempt(
         if entry.locking {
             give_back::outlast_lost_locks(parts.driver, &cuda, limits.lock);
         }
-        give_back::restore(parts.driver, parts.processes, &cuda, limits.restore)?;
+        let in_job = entry.job.is_some();
+        give_back::restore(parts.driver, parts.processes, &cuda, in_job, limits.restore)?;
         give_back::unlock(parts.driver, parts.processes, &cuda, limits.restore)?;
     }
     match (goal, parts.freezer.frozen()?) {
@@ -255,7 +260,7 @@ pub(crate) fn unlock_network(parts: &mut Parts<'_>) {
     }
 }
 
-/// The processes of the entry that still run, with their restore threads.
+/// The processes of the entry that still run, in its order, with their restore threads.
 pub(crate) fn processes_of(
     parts: &mut Parts<'_>,
     entry: &Entry,
@@ -272,6 +277,9 @@ pub(crate) fn processes_of(
         return Ok(Vec::new());
     }
     let mut cuda = probe(parts, &known)?;
+    cuda.sort_by_key(|process| {
+        entry.processes.iter().position(|noted| noted.id == process.process.id)
+    });
     for process in &mut cuda {
         if let Some(noted) = entry.processes.iter().find(|noted| noted.id == process.process.id) {
             process.found = Some(noted.found);

@@ -1,7 +1,7 @@
 //! The checkpoint of a container with CUDA, from top to bottom.
 //!
 //! ```text
-//! preflight → journal → suspend → runc checkpoint --leave-running → sync → manifest
+//! preflight → journal → suspend → [copy of the job file] → runc checkpoint --leave-running → sync → manifest
 //!   → exit:            kill
 //!   → running before:  bring back
 //!   → paused before:   stay frozen until Resume
@@ -13,15 +13,17 @@ use std::time::Duration;
 
 use oci_spec::runtime::Spec;
 use stasis_config::Annotations;
-use stasis_config::manifest::{self, Manifest};
+use stasis_config::manifest::{self, JOB_FILE, JobFile, Manifest};
 
 use crate::bring_back::{
     Goal, Thaw, bring_back, fail, forget, kill, kill_and_wait, log_of, processes_of,
 };
 use crate::container::Container;
+use crate::cuda::job::{Copied, Identity};
 use crate::cuda::{Call, DriverError, DriverFacts};
-use crate::discover::{find_uses, gate, newcomers};
+use crate::discover::{Gate, find_uses, newcomers};
 use crate::error::{Cause, Failure, Left, Phase};
+use crate::job::{self, JobError, Membership};
 use crate::journal::{Entry, Stage};
 use crate::parts::{CudaProcess, Limits, Parts, Progress};
 use crate::spec;
@@ -55,8 +57,22 @@ pub struct Request<'a> {
     pub dump: manifest::Dump,
     /// What becomes of it.
     pub after: After,
+    /// The first branch of the driver whose jobs are relied on.
+    pub minimum_driver: u32,
+    /// The job file that the container was given, if it was.
+    pub given_job: Option<Identity>,
     /// How long things may take.
     pub limits: Limits,
+}
+
+impl Request<'_> {
+    fn gate(&self) -> Gate<'_> {
+        Gate {
+            allowed: self.annotations,
+            minimum_driver: self.minimum_driver,
+            given_job: self.given_job.is_some(),
+        }
+    }
 }
 
 /// Checkpoints. `cuda` is what [`crate::discover`] found; none, if processes have only loaded
@@ -81,10 +97,10 @@ pub fn checkpoint(
     let suspended = if cuda.is_empty() {
         freeze(parts, &mut progress)
     } else {
-        let (allowed, limits) = (request.annotations, &request.limits);
-        suspend(parts, &mut entry, &mut cuda, allowed, limits, &mut progress)
+        let (gate, limits) = (request.gate(), &request.limits);
+        suspend(parts, &mut entry, &mut cuda, &gate, limits, &mut progress)
     };
-    let made = suspended.and_then(|()| dump(parts, request, &cuda, &facts, &mut progress));
+    let made = suspended.and_then(|()| dump(parts, request, &entry, &cuda, &facts, &mut progress));
     if let Err(cause) = made {
         return Err(fail(parts, OPERATION, &entry, progress.phase(), cause, &request.limits));
     }
@@ -113,7 +129,8 @@ pub fn again(
     let mut progress = Progress::new(Phase::Preflight);
     let made = parts.driver.facts().map_err(Cause::NoDriver).and_then(|facts| {
         parts.image.prepare()?;
-        dump(parts, request, cuda, &facts, &mut progress)
+        parts.driver.join(entry.in_job());
+        dump(parts, request, entry, cuda, &facts, &mut progress)
     });
     if let Err(cause) = made {
         let frozen = parts
@@ -154,7 +171,7 @@ fn preflight(
     };
     if cuda.is_empty() {
         parts.image.prepare()?;
-        return begin(parts, request).map(|entry| (facts, entry));
+        return begin(parts, request, None).map(|entry| (facts, entry));
     }
     if let Some(call) =
         ACTIONS.iter().find(|call| facts.missing.iter().any(|m| m == call.function()))
@@ -168,15 +185,37 @@ fn preflight(
         return Err(Cause::UnknownMounts(unknown));
     }
     find_uses(parts, cuda);
-    gate(cuda, request.annotations)?;
+    let membership = membership(parts, request, cuda, &facts)?;
+    request.gate().check(cuda, membership.is_some())?;
     parts.image.prepare()?;
-    begin(parts, request).map(|entry| (facts, entry))
+    parts.driver.join(membership.as_ref().map(|membership| &membership.job));
+    begin(parts, request, membership).map(|entry| (facts, entry))
 }
 
-fn begin(parts: &mut Parts<'_>, request: &Request<'_>) -> Result<Entry, Cause> {
+/// The job that the processes are in, if this driver's jobs are relied on.
+fn membership(
+    parts: &mut Parts<'_>,
+    request: &Request<'_>,
+    cuda: &[CudaProcess],
+    facts: &DriverFacts,
+) -> Result<Option<Membership>, Cause> {
+    if !job::trusted(facts, request.minimum_driver) {
+        return Ok(None);
+    }
+    let Some(found) = job::find(parts.driver, parts.processes, cuda)? else { return Ok(None) };
+    let origin = found.origin(request.given_job, request.spec, request.mountinfo)?;
+    Ok(Some(Membership { job: found.job, origin }))
+}
+
+fn begin(
+    parts: &mut Parts<'_>,
+    request: &Request<'_>,
+    job: Option<Membership>,
+) -> Result<Entry, Cause> {
     let frozen = parts.freezer.frozen()?;
     let Container { id, init, .. } = request.container;
-    let entry = Entry::new(id, *init, frozen, parts.image.path());
+    let mut entry = Entry::new(id, *init, frozen, parts.image.path());
+    entry.job = job;
     parts.journal.save(&entry)?;
     Ok(entry)
 }
@@ -198,13 +237,19 @@ fn freeze(parts: &mut Parts<'_>, progress: &mut Progress) -> Result<(), Cause> {
 fn dump(
     parts: &mut Parts<'_>,
     request: &Request<'_>,
+    entry: &Entry,
     cuda: &[CudaProcess],
     facts: &DriverFacts,
     progress: &mut Progress,
 ) -> Result<(), Cause> {
     crate::suspend::interruptible(parts)?;
-    progress.enter(Phase::CriuDump);
     parts.image.begin()?;
+    let mut job = None;
+    if let Some(membership) = &entry.job {
+        progress.enter(Phase::JobFile);
+        job = Some(copy_job(parts, membership, &request.limits)?);
+    }
+    progress.enter(Phase::CriuDump);
     let by_criu = matches!(request.after, After::Exit { by_criu: true });
     parts.runtime.dump(!by_criu)?;
     // CRIU thaws for its work and freezes again; where a version of it does not, this does.
@@ -214,8 +259,23 @@ fn dump(
     progress.enter(Phase::Sync);
     parts.image.sync()?;
     progress.enter(Phase::Manifest);
-    let manifest = manifest(request, cuda, facts, progress);
+    let manifest = manifest(request, cuda, job, facts, progress);
     parts.image.finish(&manifest)
+}
+
+/// The driver has written to the file until the last process was CHECKPOINTED, and writes again at
+/// the first restore: this is the one that restores need.
+fn copy_job(
+    parts: &mut Parts<'_>,
+    membership: &Membership,
+    limits: &Limits,
+) -> Result<manifest::Job, Cause> {
+    let copy = parts.image.path().join(JOB_FILE);
+    // What CRIU dumps it restores.
+    let to = (membership.origin != JobFile::Dumped).then_some(copy.as_path());
+    let copied = parts.driver.copy_job_file(to, limits.checkpoint).map_err(JobError::Helper)?;
+    let Copied { bytes, sha256 } = copied;
+    Ok(manifest::Job { bytes, sha256, file: membership.origin.clone() })
 }
 
 /// The caller wants it gone, and may have it gone now.
@@ -267,11 +327,11 @@ fn go_on(parts: &mut Parts<'_>, request: &Request<'_>, entry: &Entry) -> Result<
             Ok(())
         }
         Err(cause) => {
-            let text = cause.to_string();
+            let not_back = Cause::not_back(&cause);
             let log = log_of(&cause);
             let left = kill(parts, entry, cause);
             forget(parts);
-            let cause = Cause::NotBack(text);
+            let cause = not_back;
             let container = entry.container.clone();
             let failure = Failure {
                 operation: OPERATION,
@@ -290,6 +350,7 @@ fn go_on(parts: &mut Parts<'_>, request: &Request<'_>, entry: &Entry) -> Result<
 fn manifest(
     request: &Request<'_>,
     cuda: &[CudaProcess],
+    job: Option<manifest::Job>,
     facts: &DriverFacts,
     progress: &Progress,
 ) -> Manifest {
@@ -319,7 +380,7 @@ fn manifest(
         },
         gpus: facts.gpus.iter().cloned().map(manifest::Gpu::from).collect(),
         processes,
-        job: None,
+        job,
         dump: request.dump,
         gpu_mounts: spec::gpu_mounts(request.spec),
         gpu_devices: spec::gpu_devices(request.spec),

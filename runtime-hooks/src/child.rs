@@ -85,6 +85,7 @@ impl Helper {
             .arg(std::process::id().to_string())
             .env_remove("LD_PRELOAD")
             .env_remove("CUDA_VISIBLE_DEVICES")
+            .env_remove(crate::cuda::job::VARIABLE)
             .current_dir("/")
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())

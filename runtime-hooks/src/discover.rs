@@ -91,19 +91,50 @@ pub(crate) fn probe(
     Ok(cuda)
 }
 
-/// Refuses what was measured to be lost at restore without a word from the driver, unless the
-/// container's annotations allow it: memory shared between processes or between GPUs.
-pub fn gate(cuda: &[CudaProcess], allowed: &Annotations) -> Result<(), Cause> {
-    if cuda.len() > 1 && !allowed.multi_process {
+/// What a container may have that the driver can lose.
+#[derive(Debug, Clone, Copy)]
+pub struct Gate<'a> {
+    /// What its annotations allow.
+    pub allowed: &'a Annotations,
+    /// The first branch of the driver whose jobs are relied on.
+    pub minimum_driver: u32,
+    /// Whether it was given a job file.
+    pub given_job: bool,
+}
+
+impl Gate<'_> {
+    /// Refuses what was measured to be lost at restore without a word from the driver, unless the
+    /// processes are in a job or the container's annotations allow it: memory shared between
+    /// processes or between GPUs.
+    pub fn check(&self, cuda: &[CudaProcess], in_job: bool) -> Result<(), Cause> {
+        if in_job {
+            return Ok(());
+        }
+        several_processes(self, cuda)?;
+        several_gpus(self, cuda)
+    }
+}
+
+fn several_processes(gate: &Gate<'_>, cuda: &[CudaProcess]) -> Result<(), Cause> {
+    if cuda.len() > 1 && !gate.allowed.multi_process {
         const SHOWN: usize = 8;
         let mut list: Vec<String> =
             cuda.iter().take(SHOWN).map(|process| process.who().to_string()).collect();
         if cuda.len() > SHOWN {
             list.push("…".to_owned());
         }
-        return Err(Cause::MultiProcess { count: cuda.len(), list: list.join(", ") });
+        return Err(Cause::MultiProcess {
+            count: cuda.len(),
+            list: list.join(", "),
+            minimum: gate.minimum_driver,
+            given: gate.given_job,
+        });
     }
-    if allowed.multi_gpu {
+    Ok(())
+}
+
+fn several_gpus(gate: &Gate<'_>, cuda: &[CudaProcess]) -> Result<(), Cause> {
+    if gate.allowed.multi_gpu {
         return Ok(());
     }
     for process in cuda {
@@ -114,7 +145,8 @@ pub fn gate(cuda: &[CudaProcess], allowed: &Annotations) -> Result<(), Cause> {
             used => used,
         };
         if gpus > 1 {
-            return Err(Cause::MultiGpu { who: process.who(), gpus });
+            let minimum = gate.minimum_driver;
+            return Err(Cause::MultiGpu { who: process.who(), gpus, minimum });
         }
     }
     Ok(())

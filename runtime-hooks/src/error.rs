@@ -5,9 +5,11 @@ use std::fmt;
 use std::path::{Path, PathBuf};
 
 use crate::cdi::CdiError;
+use crate::config_json::ConfigFileError;
 use crate::cuda::{CudaError, CudaState, DriverError};
 use crate::freezer::FreezerError;
 use crate::hold::HoldError;
+use crate::job::JobError;
 use crate::journal::JournalError;
 use crate::processes::{Pid, ProcessesError};
 use crate::runc::RuncError;
@@ -23,6 +25,7 @@ pub enum Phase {
     Lock,
     CudaCheckpoint,
     Freeze,
+    JobFile,
     CriuDump,
     Sync,
     Manifest,
@@ -47,6 +50,7 @@ impl Phase {
             Self::Lock => "lock",
             Self::CudaCheckpoint => "cuda-checkpoint",
             Self::Freeze => "freeze",
+            Self::JobFile => "job-file",
             Self::CriuDump => "criu-dump",
             Self::Sync => "sync",
             Self::Manifest => "manifest",
@@ -152,25 +156,46 @@ pub enum Cause {
     /// More than one CUDA process.
     #[error(
         "{count} processes use CUDA ({list}); GPU memory that they share would be lost at restore, \
-         and the driver does not tell. If they share none (for NCCL: NCCL_P2P_DISABLE=1), set the \
-         annotation dev.stasis.multi-process=allow"
+         and the driver does not tell. If they share some (cuIpcGetMemHandle), start the container \
+         with the annotation dev.stasis.job=file, which needs driver branch {minimum} or later{}; if \
+         they share none (for NCCL: NCCL_P2P_DISABLE=1), with dev.stasis.multi-process=allow",
+        if *given { " (it has a job file, but they were started without its variable)" } else { "" }
     )]
     MultiProcess {
         /// How many.
         count: usize,
         /// Which.
         list: String,
+        /// The first branch of the driver whose jobs are relied on.
+        minimum: u32,
+        /// Whether the container was given a job file.
+        given: bool,
     },
     /// One process on more than one GPU.
     #[error(
         "{who}: uses {gpus} GPUs; peer memory can be lost at restore, and the driver does not tell. \
-         If it uses none, set the annotation dev.stasis.multi-gpu=allow"
+         Start the container with the annotation dev.stasis.job=file, which needs driver branch \
+         {minimum} or later, or if it uses no peer memory with dev.stasis.multi-gpu=allow"
     )]
     MultiGpu {
         /// Which process.
         who: Who,
         /// How many.
         gpus: usize,
+        /// The first branch of the driver whose jobs are relied on.
+        minimum: u32,
+    },
+    /// What processes or GPUs shared did not come back.
+    #[error(
+        "{who}: {error}: GPU memory that it shared with another process or GPU is lost. The driver \
+         keeps such memory from branch 610 on, and only in a job (annotation dev.stasis.job=file); the \
+         image cannot bring it back either"
+    )]
+    SharedLost {
+        /// Which process.
+        who: Who,
+        /// The driver's words.
+        error: DriverError,
     },
     /// CUDA appeared in a new process all the time.
     #[error("{who}: began to use CUDA while the container was being suspended")]
@@ -237,8 +262,13 @@ pub enum Cause {
     #[error("{0}")]
     Container(String),
     /// Its CUDA did not come back after a good dump, or at Resume.
-    #[error("its CUDA did not come back: {0}")]
-    NotBack(String),
+    #[error("its CUDA did not come back: {reason}")]
+    NotBack {
+        /// Why.
+        reason: String,
+        /// Whether a restore of the image meets the same.
+        image_too: bool,
+    },
     /// A restored process has CUDA, and the manifest does not know.
     #[error(
         "{who}: has CUDA, but the image's manifest does not name it: the manifest is not this image's"
@@ -261,6 +291,12 @@ pub enum Cause {
     Processes(#[from] ProcessesError),
     /// See there.
     #[error("{}", chain(.0))]
+    ConfigFile(#[from] ConfigFileError),
+    /// See there.
+    #[error(transparent)]
+    Job(#[from] JobError),
+    /// See there.
+    #[error("{}", chain(.0))]
     Journal(#[from] JournalError),
     /// See there.
     #[error(transparent)]
@@ -277,6 +313,14 @@ pub enum Cause {
     /// See there.
     #[error("{}", chain(.0))]
     Annotation(#[from] stasis_config::AnnotationError),
+}
+
+impl Cause {
+    /// For CUDA that did not come back from a good dump.
+    pub(crate) fn not_back(cause: &Self) -> Self {
+        let image_too = matches!(cause, Self::SharedLost { .. });
+        Self::NotBack { reason: cause.to_string(), image_too }
+    }
 }
 
 /// An error and its sources on one line.
@@ -366,14 +410,14 @@ pub struct Failure {
     pub cause: Cause,
     /// What became of the container.
     pub left: Left,
-    /// An image that is whole and can be restored in spite of the failure.
+    /// An image that is whole in spite of the failure.
     pub image: Option<PathBuf>,
     /// CRIU's log, where it lasts.
     pub log: Option<PathBuf>,
 }
 
 impl Failure {
-    /// Names an image that can be restored.
+    /// Names an image that is whole.
     #[must_use]
     pub fn with_image(mut self, image: &Path) -> Self {
         self.image = Some(image.to_owned());
@@ -384,12 +428,18 @@ impl Failure {
 impl fmt::Display for Failure {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { operation, container, phase, cause, left, image, log } = self;
+        let restorable = !matches!(cause, Cause::NotBack { image_too: true, .. });
         // Callers show one line only.
         let cause = cause.to_string().replace('\n', " ");
         write!(f, "stasis: {operation} of container {container} failed in phase {phase}: {cause}")?;
         write!(f, "; {left}")?;
         if let Some(image) = image {
-            write!(f, "; the image in {} is whole and can be restored", image.display())?;
+            let image = image.display();
+            if restorable {
+                write!(f, "; the image in {image} is whole and can be restored")?;
+            } else {
+                write!(f, "; the image in {image} is kept")?;
+            }
         }
         if let Some(log) = log {
             write!(f, "; CRIU's log: {}", log.display())?;

@@ -66,6 +66,7 @@ pub(crate) fn restore(
     driver: &mut dyn Driver,
     processes: &dyn Processes,
     cuda: &[CudaProcess],
+    in_job: bool,
     limit: Duration,
 ) -> Result<(), Cause> {
     let deadline = Instant::now() + limit;
@@ -93,6 +94,9 @@ pub(crate) fn restore(
             }
             return verify(driver, processes, &waiting, |_| CudaState::Locked, STATE);
         };
+        if error.code() == Some(CudaError::INVALID_VALUE) && !in_job && may_share(cuda) {
+            return Err(Cause::SharedLost { who, error });
+        }
         let passing = error.code() == Some(CudaError::OUT_OF_MEMORY);
         if Instant::now() >= deadline || (!passing && attempts >= ATTEMPTS) {
             // A lost caller is not a lost operation: the state has the last word.
@@ -103,6 +107,11 @@ pub(crate) fn restore(
         }
         std::thread::sleep(PAUSE);
     }
+}
+
+/// Whether any may have had memory in common with another, or GPUs with each other.
+fn may_share(cuda: &[CudaProcess]) -> bool {
+    cuda.len() > 1 || cuda.iter().any(|process| process.uses.gpus.len() > 1)
 }
 
 /// Those that are CHECKPOINTED and were not found so.

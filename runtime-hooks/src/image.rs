@@ -5,6 +5,7 @@ use std::io::{self, Read};
 use std::os::unix::fs::{DirBuilderExt as _, OpenOptionsExt as _};
 use std::path::{Path, PathBuf};
 
+use stasis_config::manifest::JOB_FILE;
 use stasis_config::{Manifest, ManifestError};
 
 use crate::error::Cause;
@@ -14,7 +15,7 @@ pub trait Image {
     /// Makes the directory ready: it exists and can be written. An earlier image in it is still
     /// whole afterwards.
     fn prepare(&mut self) -> Result<(), Cause>;
-    /// The dump begins: the manifest of an earlier checkpoint is removed, so that a dump that fails
+    /// The dump begins: what we wrote for an earlier checkpoint is removed, so that a dump that fails
     /// half-way cannot be taken for whole.
     fn begin(&mut self) -> Result<(), Cause>;
     /// Returns once all that CRIU wrote is on the disk.
@@ -63,7 +64,7 @@ impl Image for ImageDirectory {
     }
 
     fn begin(&mut self) -> Result<(), Cause> {
-        Ok(Manifest::remove(&self.0)?)
+        forget(&self.0)
     }
 
     fn sync(&mut self) -> Result<(), Cause> {
@@ -89,6 +90,18 @@ impl Image for ImageDirectory {
 
     fn path(&self) -> &Path {
         &self.0
+    }
+}
+
+/// Removes what we have written into an image: it says nothing of what is written next.
+pub fn forget(image: &Path) -> Result<(), Cause> {
+    Manifest::remove(image)?;
+    match fs::remove_file(image.join(JOB_FILE)) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => Err(Cause::Image {
+            path: image.to_owned(),
+            reason: format!("{JOB_FILE} of an earlier checkpoint cannot be removed: {error}"),
+        }),
+        _ => Ok(()),
     }
 }
 
@@ -189,6 +202,7 @@ mod tests {
         let mut image = ImageDirectory::new(path.clone());
         image.prepare().unwrap();
         fs::write(path.join(stasis_config::MANIFEST_FILE), "{}").unwrap();
+        fs::write(path.join(JOB_FILE), "old").unwrap();
         image.prepare().unwrap();
         assert!(path.join(stasis_config::MANIFEST_FILE).exists());
         image.begin().unwrap();

@@ -13,11 +13,16 @@ use std::time::{Duration, Instant};
 use nix::fcntl::{Flock, FlockArg};
 use serde::{Deserialize, Serialize};
 
+use crate::cuda::job::Job;
 use crate::cuda::{CudaState, GpuUse};
+use crate::job::Membership;
 use crate::parts::CudaProcess;
 use crate::processes::ProcessId;
 
 const VERSION: u32 = 1;
+
+/// The suffix of the directory of a container's job file, which lies beside its journal.
+pub(crate) const JOB: &str = "job";
 
 /// What is under way.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -35,6 +40,9 @@ pub struct Entry {
     pub frozen: bool,
     /// The CUDA processes.
     pub processes: Vec<Noted>,
+    /// The job that they are in.
+    #[serde(default)]
+    pub job: Option<Membership>,
     /// A lock may still be pending in a process: one whose caller was lost is granted later.
     pub locking: bool,
     /// The image of the checkpoint.
@@ -74,6 +82,12 @@ pub enum Stage {
 }
 
 impl Entry {
+    /// The job that calls to the driver are made in.
+    #[must_use]
+    pub fn in_job(&self) -> Option<&Job> {
+        self.job.as_ref().map(|membership| &membership.job)
+    }
+
     /// A new operation.
     #[must_use]
     pub fn new(container: &str, init: ProcessId, frozen: bool, image: &Path) -> Self {
@@ -84,6 +98,7 @@ impl Entry {
             stage: Stage::Suspending,
             frozen,
             processes: Vec::new(),
+            job: None,
             locking: false,
             image: image.to_owned(),
         }
@@ -148,10 +163,7 @@ impl JournalFile {
     /// namespace, Podman) is another container.
     #[must_use]
     pub fn new(state: &Path, runtime_root: &Path, id: &str) -> Self {
-        // However it is spelled: with a link, a trailing slash, or relative.
-        let root = fs::canonicalize(runtime_root)
-            .or_else(|_| std::path::absolute(runtime_root))
-            .unwrap_or_else(|_| runtime_root.to_owned());
+        let root = resolved(runtime_root);
         let directory = state.join(root_name(&root));
         Self { directory, name: id.to_owned() }
     }
@@ -173,7 +185,23 @@ impl JournalFile {
     /// Whether any file of this container is there.
     #[must_use]
     pub fn in_use(&self) -> bool {
-        self.exists() || self.path("lock").exists()
+        self.exists() || self.path("lock").exists() || self.has_job()
+    }
+
+    /// Whether the container was given a job file. Costs one system call.
+    #[must_use]
+    pub fn has_job(&self) -> bool {
+        self.job().exists()
+    }
+
+    /// The directory of the container's job file.
+    pub(crate) fn job(&self) -> PathBuf {
+        self.path(JOB)
+    }
+
+    /// The directory of all containers of the runtime root.
+    pub(crate) fn directory(&self) -> &Path {
+        &self.directory
     }
 
     /// Takes the lock. Waits up to `patience` for an operation that is just ending.
@@ -265,6 +293,20 @@ impl Journal for JournalFile {
     }
 }
 
+/// A path however it is spelled: with a link, a trailing slash, or relative. Its end need not be there
+/// yet: the runtime makes its root directory with the first container.
+fn resolved(path: &Path) -> PathBuf {
+    let path = std::path::absolute(path).unwrap_or_else(|_| path.to_owned());
+    let found = path.ancestors().find_map(|above| Some((above, fs::canonicalize(above).ok()?)));
+    match found {
+        Some((above, known)) => match path.strip_prefix(above) {
+            Ok(rest) if !rest.as_os_str().is_empty() => known.join(rest),
+            _ => known,
+        },
+        None => path,
+    }
+}
+
 fn same_file(file: &File, path: &Path) -> bool {
     use std::os::unix::fs::MetadataExt as _;
     match (file.metadata(), fs::metadata(path)) {
@@ -336,6 +378,18 @@ mod tests {
             assert!(matches!(journal.lock(Duration::ZERO).unwrap_err(), JournalError::Busy));
         }
         drop(lock);
+    }
+
+    #[test]
+    fn a_root_that_is_not_there_yet_is_the_same_afterwards() {
+        let state = tempfile::tempdir().unwrap();
+        let root = tempfile::tempdir().unwrap();
+        let link = state.path().join("link");
+        std::os::unix::fs::symlink(root.path(), &link).unwrap();
+        let before = JournalFile::new(state.path(), &link.join("a/b"), "c1");
+        fs::create_dir_all(root.path().join("a/b")).unwrap();
+        let after = JournalFile::new(state.path(), &root.path().join("a/b"), "c1");
+        assert_eq!(before.directory, after.directory);
     }
 
     #[test]

@@ -32,6 +32,7 @@ pub mod cdi;
 pub mod check;
 pub mod checkpoint;
 pub mod child;
+pub mod config_json;
 pub mod container;
 pub mod cuda;
 pub mod discover;
@@ -41,6 +42,7 @@ pub mod give_back;
 pub mod hold;
 pub mod image;
 pub mod interrupt;
+pub mod job;
 pub mod journal;
 pub mod oci;
 pub mod parts;
@@ -62,6 +64,7 @@ pub fn helper(first_argument: Option<&OsStr>) -> Option<ExitCode> {
     match first_argument?.to_str()? {
         cuda::HELPER_SUBCOMMAND => Some(cuda::helper::serve()),
         hold::HELPER_SUBCOMMAND => Some(hold::tracer::serve()),
+        job::launch::SUBCOMMAND => Some(job::launch::copy()),
         _ => None,
     }
 }

@@ -1,7 +1,7 @@
 //! The restore of an image with CUDA, from top to bottom.
 //!
 //! ```text
-//! manifest → preflight → config.json completed → runc restore → device nodes
+//! manifest → preflight → [working copy of the job file] → config.json completed → runc restore → device nodes
 //!   → match the processes → restore all → unlock all → started
 //! ```
 //!
@@ -19,10 +19,12 @@ use crate::bring_back::log_of;
 use crate::cuda::{CudaState, Driver, DriverFacts, GpuUse};
 use crate::error::{Cause, Failure, Left, Phase};
 use crate::give_back;
+use crate::job::{self, Found, JobError, Membership};
 use crate::journal::{Entry, Journal, Noted};
 use crate::parts::{CudaProcess, Limits, Progress};
 use crate::processes::{Process, ProcessId, Processes};
 use crate::runc::Runtime;
+use crate::suspend::STATE;
 
 /// The world outside, for a restore.
 pub struct RestoreParts<'a> {
@@ -34,6 +36,8 @@ pub struct RestoreParts<'a> {
     pub journal: &'a mut dyn Journal,
     /// The container that the image is restored into.
     pub container: &'a mut dyn NewContainer,
+    /// The job file that it gets.
+    pub job: &'a mut dyn NewJob,
     /// The restored container: its init and its processes. Asked after `runc restore`.
     pub restored: &'a dyn Fn() -> Result<(ProcessId, Box<dyn Processes>), Cause>,
     /// Whether the caller wants the operation to end.
@@ -49,6 +53,17 @@ pub trait NewContainer {
     fn put_back(&mut self);
     /// Makes the device nodes of the restored container what config.json says.
     fn make_nodes(&self, init: ProcessId, spec: &Spec) -> Result<(), Cause>;
+}
+
+/// The job file of the container that an image is restored into.
+pub trait NewJob {
+    /// Puts a working copy of the image's job file where CRIU, the processes and the driver look for
+    /// it. Also where there is no `job` in the image, the container may be one that has a file.
+    fn place(&mut self, image: &Path, job: Option<&manifest::Job>) -> Result<(), Cause>;
+    /// Undoes that.
+    fn take_back(&mut self);
+    /// Refuses restored processes that name another job file than the one that was placed.
+    fn check(&self, expected: &manifest::Job, found: Option<&Found>) -> Result<(), Cause>;
 }
 
 /// A restore that is asked for.
@@ -80,6 +95,7 @@ pub fn restore(parts: &mut RestoreParts<'_>, request: &Request<'_>) -> Result<()
         Ok(spec) => spec,
         Err(cause) => {
             parts.container.put_back();
+            parts.job.take_back();
             return Err(failure(progress.phase(), cause, Left::Untouched));
         }
     };
@@ -88,6 +104,7 @@ pub fn restore(parts: &mut RestoreParts<'_>, request: &Request<'_>) -> Result<()
         Err(cause) => {
             let left = remove(parts, progress.phase());
             parts.container.put_back();
+            parts.job.take_back();
             Err(failure(progress.phase(), cause, left))
         }
     }
@@ -101,7 +118,8 @@ fn preflight(parts: &mut RestoreParts<'_>, request: &Request<'_>) -> Result<Spec
             return Err(Cause::Needs { path: request.image.to_owned(), reason });
         }
     }
-    // Last, because it writes.
+    // Last, because they write.
+    parts.job.place(request.image, request.manifest.job.as_ref())?;
     parts.container.complete(request.image, request.manifest)
 }
 
@@ -145,13 +163,16 @@ fn run(
     progress.enter(Phase::Match);
     let processes = processes.as_ref();
     let cuda = match_processes(parts.driver, processes, request.manifest)?;
+    let job = rejoin(parts, processes, &cuda, request.manifest)?;
+    let in_job = job.is_some();
     let mut entry = Entry::new(request.container, init, false, request.image);
+    entry.job = job;
     entry.processes = cuda.iter().map(Noted::from).collect();
     parts.journal.save(&entry)?;
     interruptible(parts)?;
 
     progress.enter(Phase::CudaRestore);
-    give_back::restore(parts.driver, processes, &cuda, request.limits.restore)?;
+    give_back::restore(parts.driver, processes, &cuda, in_job, request.limits.restore)?;
 
     progress.enter(Phase::Unlock);
     give_back::unlock(parts.driver, processes, &cuda, request.limits.restore)?;
@@ -160,6 +181,27 @@ fn run(
     }
     parts.journal.clear()?;
     Ok(())
+}
+
+/// The driver restores members with the job file as it was when all were CHECKPOINTED, and with
+/// nothing else; what it would do with another one is not known.
+fn rejoin(
+    parts: &mut RestoreParts<'_>,
+    processes: &dyn Processes,
+    cuda: &[CudaProcess],
+    manifest: &Manifest,
+) -> Result<Option<Membership>, Cause> {
+    let Some(expected) = &manifest.job else { return Ok(None) };
+    let found = job::find(parts.driver, processes, cuda)?;
+    parts.job.check(expected, found.as_ref())?;
+    let Some(Found { job, who, .. }) = found else { return Ok(None) };
+    parts.driver.join(Some(&job));
+    let copied = parts.driver.copy_job_file(None, STATE).map_err(JobError::Helper)?;
+    if copied.sha256 != expected.sha256 {
+        let reason = format!("{who}: its restored job file is not as it was in the checkpoint");
+        return Err(JobError::NotTheImages(reason).into());
+    }
+    Ok(Some(Membership { job, origin: expected.file.clone() }))
 }
 
 fn interruptible(parts: &RestoreParts<'_>) -> Result<(), Cause> {

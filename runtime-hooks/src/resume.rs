@@ -17,10 +17,10 @@ pub fn resume(parts: &mut Parts<'_>, entry: &Entry, limits: &Limits) -> Result<(
     }
     let brought = bring_back(parts, entry, Goal::Running, Thaw::Runtime, limits);
     let result = brought.map_err(|cause| {
-        let text = cause.to_string();
+        let not_back = Cause::not_back(&cause);
         let log = log_of(&cause);
         let left = kill(parts, entry, cause);
-        let cause = if matches!(left, Left::Gone) { Cause::Gone } else { Cause::NotBack(text) };
+        let cause = if matches!(left, Left::Gone) { Cause::Gone } else { not_back };
         let container = entry.container.clone();
         let image = image_is_whole.then(|| entry.image.clone());
         Failure { operation: "resume", container, phase: Phase::Resume, cause, left, image, log }

@@ -124,6 +124,45 @@ fn own_tmpfs<'a>(spec: &Spec, mountinfo: &'a str) -> BTreeSet<&'a str> {
     lines.collect()
 }
 
+/// What of a container a path belongs to.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum LiesOn {
+    /// Its root file system.
+    Rootfs,
+    /// A tmpfs of its own, which CRIU dumps.
+    OwnTmpfs,
+    /// Anything else: what is mounted from outside, and what is no place for files.
+    Outside,
+}
+
+/// What of the container a path belongs to that is no link and has none in it.
+#[must_use]
+pub fn lies_on(spec: &Spec, mountinfo: &str, path: &str) -> LiesOn {
+    let own = own_tmpfs(spec, mountinfo);
+    let mut on: Option<(usize, LiesOn)> = None;
+    for line in mountinfo.lines() {
+        let Some((left, right)) = line.split_once(" - ") else { continue };
+        let left: Vec<&str> = left.split(' ').collect();
+        let (Some(device), Some(point)) = (left.get(2), left.get(4)) else { continue };
+        let point = unescape(point);
+        if !Path::new(path).starts_with(&point) {
+            continue;
+        }
+        let kind = if point == "/" {
+            LiesOn::Rootfs
+        } else if own.contains(device) && right.starts_with("tmpfs ") {
+            LiesOn::OwnTmpfs
+        } else {
+            LiesOn::Outside
+        };
+        // Of several at one point the last is seen.
+        if on.is_none_or(|(length, _)| point.len() >= length) {
+            on = Some((point.len(), kind));
+        }
+    }
+    on.map_or(LiesOn::Outside, |(_, kind)| kind)
+}
+
 /// Whether `point` lies below a bind of config.json: a mount that came along with an `rbind`.
 fn below_bind(spec: &Spec, point: &str) -> bool {
     spec.mounts().iter().flatten().any(|mount| {
@@ -214,6 +253,32 @@ mod tests {
             let host = format!("{whole}11 1 0:70 /nvidia/socket /run/socket ro - tmpfs tmpfs rw\n");
             assert_eq!(unknown_binds(&spec(), &format!("{OWN}{host}")), ["/run/socket"], "{whole}");
         }
+    }
+
+    #[test]
+    fn a_path_belongs_to_the_last_mount_above_it() {
+        let of = |path| lies_on(&spec(), OWN, path);
+        for (path, expected) in [
+            ("/job", LiesOn::Rootfs),
+            ("/database/job", LiesOn::Rootfs),
+            ("/tmp/a/job", LiesOn::OwnTmpfs),
+            ("/data/job", LiesOn::Outside),
+            ("/data/below/job", LiesOn::Outside),
+            ("/usr/lib/libcuda.so.1", LiesOn::Outside),
+            ("/proc/job", LiesOn::Outside),
+        ] {
+            assert_eq!(of(path), expected, "{path}");
+        }
+        let over = format!("{OWN}12 9 254:1 /z /tmp rw - ext4 /dev/vda rw\n");
+        assert_eq!(lies_on(&spec(), &over, "/tmp/job"), LiesOn::Outside);
+        assert_eq!(lies_on(&spec(), "", "/job"), LiesOn::Outside);
+        let host = format!("{OWN}12 1 0:70 / /run rw - tmpfs tmpfs rw\n");
+        assert_eq!(lies_on(&spec(), &host, "/run/job"), LiesOn::OwnTmpfs);
+        let bound: Spec = serde_json::from_str(
+            r#"{"ociVersion":"1.0.2","mounts":[{"destination":"/run","type":"bind","source":"/run"}]}"#,
+        )
+        .unwrap();
+        assert_eq!(lies_on(&bound, &host, "/run/job"), LiesOn::Outside);
     }
 
     #[test]

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! [frozen on entry: hold all threads but the driver's, thaw]
-//!   → lock all at the same moment → look for new ones, until there are none
+//!   → lock all at the same moment (in a job one after the other) → look for new ones, until there are none
 //!   → hold all but the restore threads → checkpoint all → freeze → let go → look again
 //! ```
 //!
@@ -11,12 +11,11 @@
 
 use std::time::{Duration, Instant};
 
-use stasis_config::Annotations;
-
 use crate::cuda::{Answers, CudaError, CudaState, Driver};
-use crate::discover::{find_uses, gate, newcomers};
+use crate::discover::{Gate, find_uses, newcomers};
 use crate::error::{Cause, Phase};
 use crate::hold::Keep;
+use crate::job;
 use crate::journal::{Entry, Noted};
 use crate::parts::{CudaProcess, Holding, Limits, Parts, Progress, pids};
 use crate::processes::{Pid, Processes};
@@ -27,6 +26,9 @@ pub(crate) const STATE: Duration = Duration::from_secs(30);
 /// that an interrupt is heard, and that processes that keep each other from being ready in a way
 /// that nobody thought of get on in between.
 const FIRST_ATTEMPT: Duration = Duration::from_secs(2);
+/// The same in a job. There one is asked after the other, and which of them waits for another is luck:
+/// many short attempts find the moment in which none does.
+const FIRST_ATTEMPT_IN_JOB: Duration = Duration::from_millis(100);
 /// Between two attempts, so that the processes get on with what they wait for.
 const PAUSE: Duration = Duration::from_millis(20);
 
@@ -36,10 +38,11 @@ pub fn suspend(
     parts: &mut Parts<'_>,
     entry: &mut Entry,
     cuda: &mut Vec<CudaProcess>,
-    allowed: &Annotations,
+    gate: &Gate<'_>,
     limits: &Limits,
     progress: &mut Progress,
 ) -> Result<(), Cause> {
+    in_order(cuda);
     if entry.frozen {
         // A frozen process answers no driver call: the freezer is replaced by ptrace, which
         // leaves the driver's threads alone.
@@ -66,6 +69,11 @@ pub fn suspend(
             progress.enter(Phase::Lock);
         }
         cuda.extend(new);
+        in_order(cuda);
+        // Before they are noted: one of another job is not to be asked anything in this one.
+        if let Some(membership) = &entry.job {
+            job::confirm(parts.driver, parts.processes, cuda, membership)?;
+        }
         // Until now it was held like a process without CUDA, with the driver's threads.
         if entry.frozen {
             parts.holding().all(cuda, driver_runs)?;
@@ -74,7 +82,7 @@ pub fn suspend(
             parts.hold.release();
         }
         find_states(parts, entry, cuda)?;
-        gate(cuda, allowed)?;
+        gate.check(cuda, entry.job.is_some())?;
         if Instant::now() >= deadline
             && let Some(last) = cuda.last()
         {
@@ -95,6 +103,12 @@ pub fn suspend(
         Some(new) => Err(Cause::Appeared { who: new.who() }),
         None => Ok(()),
     }
+}
+
+/// The order in which a job's members are locked, checkpointed, and later restored and unlocked. By
+/// what stays the same over a restore.
+fn in_order(cuda: &mut [CudaProcess]) {
+    cuda.sort_by_key(|process| process.process.inner_pid);
 }
 
 /// An error if the caller wants no more.
@@ -154,7 +168,8 @@ fn lock_all(
         cuda.iter().filter(|process| process.found == Some(CudaState::Running)).collect();
     let asked: Vec<Pid> = running.iter().map(|process| process.pid()).collect();
     let mut attempts = 0;
-    let mut timeout = FIRST_ATTEMPT;
+    let in_job = entry.job.is_some();
+    let mut timeout = if in_job { FIRST_ATTEMPT_IN_JOB } else { FIRST_ATTEMPT };
     loop {
         interruptible(parts)?;
         attempts += 1;
@@ -219,7 +234,7 @@ fn lock_all(
         let answers = parts.driver.unlock(&locked, STATE);
         check(parts.processes, answers, cuda)?;
         std::thread::sleep(PAUSE);
-        timeout *= 2;
+        timeout = if in_job { timeout * 3 / 2 } else { timeout * 2 };
     }
 }
 

@@ -19,6 +19,12 @@ pub fn exit_now(status: i32) -> ! {
     unsafe { libc::_exit(status) }
 }
 
+/// Sets a variable of this process's environment, before it has begun any thread.
+pub(crate) fn set_variable(name: &str, value: &str) {
+    // SAFETY: the caller is the helper on its way to load the driver: its only thread.
+    unsafe { std::env::set_var(name, value) }
+}
+
 /// `kill`. Not nix's, which knows no real-time signals.
 pub fn send_signal(pid: Pid, signal: i32) -> Result<(), Errno> {
     // SAFETY: `kill` takes two numbers.

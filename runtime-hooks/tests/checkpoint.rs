@@ -31,6 +31,8 @@ fn asked<T>(after: After, annotations: &Annotations, act: impl FnOnce(&Request<'
         mountinfo: "",
         dump: manifest::Dump::default(),
         after,
+        minimum_driver: 610,
+        given_job: None,
         limits: World::limits(),
     })
 }

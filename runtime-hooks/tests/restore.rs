@@ -39,7 +39,7 @@ fn restored(count: i32) -> World {
 
 fn run(world: &World, manifest: &Manifest) -> Result<(), Failure> {
     let (mut driver, mut runtime, mut journal) = (world.clone(), world.clone(), world.clone());
-    let mut container = world.clone();
+    let (mut container, mut job) = (world.clone(), world.clone());
     let found = || {
         let gone = world.with(|state| state.processes.is_empty());
         if gone {
@@ -53,6 +53,7 @@ fn run(world: &World, manifest: &Manifest) -> Result<(), Failure> {
         runtime: &mut runtime,
         journal: &mut journal,
         container: &mut container,
+        job: &mut job,
         restored: &found,
         interrupted: &|| world.with(|state| state.interrupted),
     };

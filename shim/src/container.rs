@@ -22,7 +22,7 @@ use std::sync::atomic::{AtomicBool, AtomicI32, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use stasis_config::Config;
+use stasis_config::{Annotations, Config};
 use stasis_hooks::journal::JournalFile;
 use tokio::sync::Notify;
 use tokio_util::task::TaskTracker;
@@ -78,6 +78,8 @@ struct Fixed {
     no_new_keyring: bool,
     /// Owner of stdio.
     owner: crate::stdio::Owner,
+    /// What its owner asks for.
+    annotations: Annotations,
     /// Its processes are not in a pid namespace of their own, and do not end with its init.
     shares_pids: bool,
     /// The image that it is restored from.

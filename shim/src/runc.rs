@@ -240,8 +240,13 @@ impl Runc {
         let logged = LogTail::new(&self.log);
         let mut spawned = self.reaper.spawn(command).map_err(cannot)?;
         let running = Running::new(call.pid, spawned.pid);
-        let ends_with_caller = call.through == Through::Runtime
-            && matches!(call.subcommand, "create" | "start" | "exec" | "ps" | "update" | "kill");
+        let ends_with_caller = match call.through {
+            Through::Runtime => {
+                matches!(call.subcommand, "create" | "start" | "exec" | "ps" | "update" | "kill")
+            }
+            // An exec may be putting right what was interrupted.
+            Through::Engine => call.subcommand == "create",
+        };
         let caller = CALLER.try_with(Clone::clone).ok().filter(|_| ends_with_caller);
         let exit = match caller {
             None => spawned.exit.await,

@@ -10,7 +10,6 @@
 
 mod edits;
 mod entitled;
-mod file;
 mod lack;
 mod name;
 mod nodes;
@@ -20,7 +19,6 @@ mod specification;
 mod yaml;
 
 use std::fs::File;
-use std::io;
 use std::os::fd::AsFd as _;
 use std::path::{Path, PathBuf};
 
@@ -30,10 +28,10 @@ use serde_json::Value;
 use stasis_config::{Config, Manifest};
 
 use entitled::Claims;
-use file::ConfigFile;
 use lack::Lack;
 use registry::{Found, Registry};
 
+use crate::config_json::ConfigFile;
 use crate::error::{Cause, chain};
 use crate::processes::{ProcessId, start_time};
 use crate::restore::NewContainer;
@@ -41,22 +39,6 @@ use crate::restore::NewContainer;
 /// Why a container cannot be given what it needs.
 #[derive(Debug, thiserror::Error)]
 pub enum CdiError {
-    /// config.json cannot be read.
-    #[error("cannot read {}", path.display())]
-    Read {
-        /// Which file.
-        path: PathBuf,
-        /// Why.
-        source: io::Error,
-    },
-    /// config.json cannot be written.
-    #[error("cannot write {}", path.display())]
-    Write {
-        /// Which file.
-        path: PathBuf,
-        /// Why.
-        source: io::Error,
-    },
     /// A part of config.json is not what the OCI runtime specification says.
     #[error("{0} in config.json is no list")]
     Shape(String),

@@ -2,16 +2,17 @@
 //! then started again for the next one.
 
 use std::collections::BTreeMap;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
+use super::job::{Copied, Job, Named, Neighbour, Unusable};
 use super::protocol::{Reply, Request};
 use super::{
     Answers, Call, CudaError, CudaState, Driver, DriverError, DriverFacts, GpuUse,
     HELPER_SUBCOMMAND,
 };
 use crate::child::{Helper, Lost, Program};
-use crate::processes::Pid;
+use crate::processes::{Pid, ProcessId};
 
 /// How long a call may take that the driver answers at once (measured: 0.1 ms).
 const SHORT: Duration = Duration::from_secs(10);
@@ -27,6 +28,7 @@ pub struct HelperDriver {
     libcuda: Option<PathBuf>,
     libnvml: Option<PathBuf>,
     init_timeout: Duration,
+    job: Option<Job>,
     running: Option<(Helper, DriverFacts)>,
 }
 
@@ -39,6 +41,7 @@ impl HelperDriver {
             libcuda: config.libcuda.clone(),
             libnvml: config.libnvml.clone(),
             init_timeout: config.init_timeout,
+            job: None,
             running: None,
         }
     }
@@ -54,17 +57,17 @@ impl HelperDriver {
         let mut helper = Helper::start(&self.program, HELPER_SUBCOMMAND)
             .map_err(|error| lost(Call::Init, format!("not started: {error}")))?;
         let request = Request {
-            call: Call::Init,
-            pids: Vec::new(),
-            timeout_ms: 0,
             libcuda: self.libcuda.clone(),
             libnvml: self.libnvml.clone(),
+            job: self.job.clone(),
+            ..Request::new(Call::Init)
         };
         let deadline = Instant::now() + self.init_timeout;
         let reply = helper.send(&request).and_then(|()| helper.receive(deadline));
         match reply.map_err(|how| error_of(Call::Init, self.init_timeout, how))? {
             Reply::Ready(facts) => Ok((helper, facts)),
             Reply::NoLibrary(searched) => Err(DriverError::NoLibrary(searched)),
+            Reply::NoJobFile(reason) => Err(DriverError::JobFile(reason)),
             Reply::InitFailed(code) => {
                 Err(DriverError::Refused { call: Call::Init, error: CudaError(code) })
             }
@@ -76,6 +79,40 @@ impl HelperDriver {
     /// reason as its answer.
     fn ask(&mut self, call: Call, pids: &[Pid], limit: Duration) -> Answers<i32> {
         self.ask_and(call, pids, limit, limit, None)
+    }
+
+    /// In a job one after the other, until one fails: members that are operated at the same time
+    /// would spoil each other's part of the job file.
+    fn ask_in_turn(
+        &mut self,
+        call: Call,
+        pids: &[Pid],
+        timeout: Duration,
+        limit: Duration,
+        waiting: &mut dyn FnMut(),
+    ) -> Answers<i32> {
+        let begun = Instant::now();
+        let left = |of: Duration| of.saturating_sub(begun.elapsed());
+        let mut called = false;
+        let mut waiting = || {
+            if !std::mem::replace(&mut called, true) {
+                waiting();
+            }
+        };
+        let mut answers = Answers::new();
+        for pid in pids {
+            let one = self.ask_and(call, &[*pid], left(timeout), left(limit), Some(&mut waiting));
+            let failed = one.values().any(|answer| match answer {
+                Ok(_) => false,
+                // It may be there already; whoever asked reads the state.
+                Err(error) => error.code() != Some(CudaError::ILLEGAL_STATE),
+            });
+            answers.extend(one);
+            if failed {
+                break;
+            }
+        }
+        answers
     }
 
     /// As [`Self::ask`], with the driver's own timeout, and something to do if it takes a while.
@@ -109,7 +146,11 @@ impl HelperDriver {
     }
 
     fn act(&mut self, call: Call, pids: &[Pid], limit: Duration) -> Answers<()> {
-        let answers = self.ask(call, pids, limit);
+        let answers = if self.job.is_some() {
+            self.ask_in_turn(call, pids, limit, limit, &mut || {})
+        } else {
+            self.ask(call, pids, limit)
+        };
         answers.into_iter().map(|(pid, answer)| (pid, answer.map(|_| ()))).collect()
     }
 }
@@ -134,7 +175,7 @@ fn exchange(
     let Asked { call, pids, timeout, limit } = *asked;
     // 0 would mean no limit to the driver.
     let timeout_ms = u32::try_from(timeout.as_millis()).unwrap_or(u32::MAX).max(1);
-    let request = Request { call, pids: pids.to_vec(), timeout_ms, libcuda: None, libnvml: None };
+    let request = Request { pids: pids.to_vec(), timeout_ms, ..Request::new(call) };
     let deadline = Instant::now() + limit;
     let soon = Instant::now() + SOON;
     helper.send(&request).map_err(|how| error_of(call, limit, how))?;
@@ -212,7 +253,18 @@ impl Driver for HelperDriver {
 
     fn lock(&mut self, pids: &[Pid], timeout: Duration, waiting: &mut dyn FnMut()) -> Answers<()> {
         let limit = timeout + GRACE;
-        let answers = self.ask_and(Call::Lock, pids, timeout, limit, Some(waiting));
+        let mut answers = if self.job.is_some() {
+            self.ask_in_turn(Call::Lock, pids, timeout, limit, waiting)
+        } else {
+            self.ask_and(Call::Lock, pids, timeout, limit, Some(waiting))
+        };
+        // Those behind one that was not ready were not asked, and are not ready either.
+        for pid in pids {
+            answers.entry(*pid).or_insert(Err(DriverError::Refused {
+                call: Call::Lock,
+                error: CudaError::NOT_READY,
+            }));
+        }
         answers.into_iter().map(|(pid, answer)| (pid, answer.map(|_| ()))).collect()
     }
 
@@ -226,6 +278,39 @@ impl Driver for HelperDriver {
 
     fn unlock(&mut self, pids: &[Pid], limit: Duration) -> Answers<()> {
         self.act(Call::Unlock, pids, limit)
+    }
+
+    fn job_files(
+        &mut self,
+        processes: &[ProcessId],
+        neighbours: &[Neighbour],
+    ) -> Result<BTreeMap<Pid, Result<Option<Named>, Unusable>>, DriverError> {
+        let request = Request {
+            processes: processes.to_vec(),
+            neighbours: neighbours.to_vec(),
+            ..Request::new(Call::JobFiles)
+        };
+        match self.ask_one(&request, SHORT)? {
+            Reply::JobFiles(named) => Ok(named),
+            other => Err(lost(Call::JobFiles, format!("unexpected answer {other:?}"))),
+        }
+    }
+
+    fn join(&mut self, job: Option<&Job>) {
+        if self.job.as_ref() != job {
+            self.job = job.cloned();
+            // The driver reads the variable once.
+            self.running = None;
+        }
+    }
+
+    fn copy_job_file(&mut self, to: Option<&Path>, limit: Duration) -> Result<Copied, DriverError> {
+        let request = Request { to: to.map(Path::to_owned), ..Request::new(Call::CopyJobFile) };
+        match self.ask_one(&request, limit)? {
+            Reply::Copied(copied) => Ok(copied),
+            Reply::NoJobFile(reason) => Err(DriverError::JobFile(reason)),
+            other => Err(lost(Call::CopyJobFile, format!("unexpected answer {other:?}"))),
+        }
     }
 
     fn usage(&mut self, pids: &[Pid]) -> Option<BTreeMap<Pid, GpuUse>> {
@@ -246,17 +331,20 @@ impl Driver for HelperDriver {
 impl HelperDriver {
     /// NVML is of use and not a condition: without an answer it goes on without.
     fn ask_nvml(&mut self, call: Call, pids: &[Pid]) -> Option<Reply> {
-        let (helper, _) = self.ready().ok()?;
-        let request =
-            Request { call, pids: pids.to_vec(), timeout_ms: 0, libcuda: None, libnvml: None };
-        let deadline = Instant::now() + SHORT;
-        match helper.send(&request).and_then(|()| helper.receive(deadline)) {
-            Ok(reply) => Some(reply),
-            Err(how) => {
-                tracing::warn!(?how, call = call.function(), "NVML did not answer");
-                self.running = None;
-                None
-            }
-        }
+        let request = Request { pids: pids.to_vec(), ..Request::new(call) };
+        self.ask_one(&request, SHORT)
+            .inspect_err(|error| tracing::warn!(%error, "NVML did not answer"))
+            .ok()
+    }
+
+    /// A request that has one answer.
+    fn ask_one(&mut self, request: &Request, limit: Duration) -> Result<Reply, DriverError> {
+        let (helper, _) = self.ready()?;
+        let deadline = Instant::now() + limit;
+        let answered = helper.send(request).and_then(|()| helper.receive(deadline));
+        answered.map_err(|how| {
+            self.running = None;
+            error_of(request.call, limit, how)
+        })
     }
 }

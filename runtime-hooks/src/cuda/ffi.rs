@@ -119,7 +119,9 @@ impl Api {
                 // SAFETY: as for lock.
                 unsafe { (self.unlock?)(pid, &raw mut args) }
             }
-            Call::Init | Call::Usage | Call::FreeMemory => return None,
+            Call::Init | Call::Usage | Call::FreeMemory | Call::JobFiles | Call::CopyJobFile => {
+                return None;
+            }
         };
         Some((code, value))
     }

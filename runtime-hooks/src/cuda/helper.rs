@@ -4,6 +4,7 @@
 //! may block for ever; then the client kills this process, which harms neither the target nor the
 //! operation under way (measured). It dies with the thread that started it.
 
+use std::fs::File;
 use std::io::{self, BufRead, Write};
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -11,12 +12,14 @@ use std::sync::Mutex;
 use std::time::Duration;
 
 use super::ffi::Api;
+use super::job::VARIABLE;
+use super::job_file;
 use super::nvml::Monitor;
 use super::protocol::{Reply, Request};
 use super::together::Together;
 use super::{Call, DriverFacts, search};
-use crate::child;
 use crate::processes::Pid;
+use crate::{child, sys};
 
 /// Serves until the client closes the pipe.
 #[must_use]
@@ -50,6 +53,8 @@ pub fn serve() -> ExitCode {
                 eprintln!("{:?} before init", request.call);
                 return ExitCode::FAILURE;
             }
+            (Call::JobFiles, Some(_)) => send(&output, &job_files(&request)),
+            (Call::CopyJobFile, Some(driver)) => send(&output, &driver.copy_job_file(&request)),
             (Call::Usage, Some(driver)) => send(&output, &driver.usage(&request)),
             (Call::FreeMemory, Some(driver)) => send(&output, &driver.free_memory()),
             (_, Some(driver)) => driver.call_for_all(&request, &output),
@@ -67,10 +72,20 @@ struct Loaded {
     path: PathBuf,
     api: Api,
     nvml: Option<Monitor>,
+    /// The live file of the job that this process is in, open for the driver.
+    job: Option<File>,
 }
 
 impl Loaded {
     fn load(request: &Request) -> Result<Self, Reply> {
+        let job = match request.job.as_ref().map(job_file::live).transpose() {
+            Ok(job) => job,
+            Err(reason) => return Err(Reply::NoJobFile(reason)),
+        };
+        // Of the caller's environment none is taken over: Helper::start removes it.
+        if let Some(file) = &job {
+            sys::set_variable(VARIABLE, &job_file::name_of(file));
+        }
         let variable = std::env::var_os(search::LIBCUDA_VARIABLE).map(PathBuf::from);
         let mut failures = Vec::new();
         let candidates = search::libcuda(request.libcuda.as_deref(), variable);
@@ -87,7 +102,7 @@ impl Loaded {
         match api.init() {
             0 => {
                 let nvml = Monitor::load(request.libnvml.as_deref(), &path);
-                Ok(Self { path, api, nvml })
+                Ok(Self { path, api, nvml, job })
             }
             code => Err(Reply::InitFailed(code)),
         }
@@ -100,6 +115,16 @@ impl Loaded {
             driver_version: self.nvml.as_ref().and_then(Monitor::driver_version),
             gpus: self.nvml.as_ref().and_then(|nvml| nvml.gpus().ok()).unwrap_or_default(),
             missing: self.api.missing(),
+        }
+    }
+
+    fn copy_job_file(&self, request: &Request) -> Reply {
+        let Some(live) = &self.job else {
+            return Reply::NoJobFile("was not given".to_owned());
+        };
+        match job_file::copy(live, request.to.as_deref()) {
+            Ok(copied) => Reply::Copied(copied),
+            Err(error) => Reply::NoJobFile(format!("cannot be copied: {error}")),
         }
     }
 
@@ -142,6 +167,11 @@ impl Loaded {
             None => Reply::Unsupported { pid },
         }
     }
+}
+
+fn job_files(request: &Request) -> Reply {
+    let named = |id| job_file::named_by(id, &request.neighbours);
+    Reply::JobFiles(request.processes.iter().map(|&id| (id.pid, named(id))).collect())
 }
 
 fn send(output: &Mutex<io::Stdout>, reply: &Reply) -> io::Result<()> {

@@ -10,6 +10,8 @@
 pub mod client;
 mod ffi;
 pub mod helper;
+pub mod job;
+mod job_file;
 mod nvml;
 mod protocol;
 pub mod search;
@@ -22,7 +24,9 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-use crate::processes::Pid;
+use crate::processes::{Pid, ProcessId};
+use job::{Copied, Job, Named, Neighbour, Unusable};
+pub(crate) use job_file::digest;
 
 /// First argument that makes this executable the driver helper.
 pub const HELPER_SUBCOMMAND: &str = "__driver";
@@ -91,6 +95,10 @@ pub enum Call {
     Usage,
     /// NVML: how much memory of the GPUs is free.
     FreeMemory,
+    /// None of the driver's: which job files processes name.
+    JobFiles,
+    /// None of the driver's: a copy of the live job file.
+    CopyJobFile,
 }
 
 impl Call {
@@ -107,6 +115,8 @@ impl Call {
             Self::Unlock => "cuCheckpointProcessUnlock",
             Self::Usage => "nvmlDeviceGetComputeRunningProcesses",
             Self::FreeMemory => "nvmlDeviceGetMemoryInfo",
+            Self::JobFiles => "the search for a job file",
+            Self::CopyJobFile => "the copy of the job file",
         }
     }
 
@@ -114,7 +124,7 @@ impl Call {
     #[must_use]
     pub fn since(self) -> u32 {
         match self {
-            Self::Init | Self::Usage | Self::FreeMemory => 0,
+            Self::Init | Self::Usage | Self::FreeMemory | Self::JobFiles | Self::CopyJobFile => 0,
             _ => 570,
         }
     }
@@ -125,6 +135,9 @@ impl Call {
 pub struct CudaError(pub i32);
 
 impl CudaError {
+    /// `CUDA_ERROR_INVALID_VALUE`: for a restore, what the process had is lost (measured on 580 for
+    /// memory shared with another process or GPU), or its GPU or job is not there.
+    pub const INVALID_VALUE: Self = Self(1);
     /// `CUDA_ERROR_OUT_OF_MEMORY`.
     pub const OUT_OF_MEMORY: Self = Self(2);
     /// `CUDA_ERROR_NOT_INITIALIZED`: for a checkpoint call, the process has no CUDA.
@@ -200,6 +213,9 @@ pub enum DriverError {
     /// The library was not found or could not be loaded.
     #[error("no usable libcuda.so.1: {0}")]
     NoLibrary(String),
+    /// The live job file of the container cannot be used.
+    #[error("the container's job file {0}")]
+    JobFile(String),
     /// The library has no such function.
     #[error(
         "this driver ({driver}) cannot checkpoint: libcuda has no {}, which needs driver {} or later",
@@ -266,7 +282,18 @@ pub struct GpuUse {
     pub gpus: Vec<(String, Option<u64>)>,
 }
 
+impl DriverFacts {
+    /// The driver's branch: 580 for 580.159.04. None if the version is not known.
+    #[must_use]
+    pub fn branch(&self) -> Option<u32> {
+        self.driver_version.as_deref()?.split('.').next()?.parse().ok()
+    }
+}
+
 /// The driver of this host. Every method comes back within its limit.
+///
+/// In a job ([`Driver::join`]) the calls for several processes are made one after the other, in the
+/// order in which the processes are given, and the first that fails ends it: the rest is not asked.
 pub trait Driver {
     /// Loads the driver, if that was not done yet, and says what it is.
     fn facts(&mut self) -> Result<DriverFacts, DriverError>;
@@ -292,6 +319,25 @@ pub trait Driver {
 
     /// Unlocks all at the same moment.
     fn unlock(&mut self, pids: &[Pid], limit: Duration) -> Answers<()>;
+
+    /// The job file that each of `processes` names in its environment; `None` where it names none.
+    /// `neighbours` are all processes of the container. Works on frozen ones.
+    fn job_files(
+        &mut self,
+        processes: &[ProcessId],
+        neighbours: &[Neighbour],
+    ) -> Result<BTreeMap<Pid, Result<Option<Named>, Unusable>>, DriverError>;
+
+    /// From now on every call is made in this job, or in none.
+    fn join(&mut self, job: Option<&Job>);
+
+    /// Copies the live file of the job to a new file of this host, if `to` is given, and takes its
+    /// digest. Only in a job.
+    fn copy_job_file(
+        &mut self,
+        to: Option<&std::path::Path>,
+        limit: Duration,
+    ) -> Result<Copied, DriverError>;
 
     /// NVML's list of the GPUs that each process uses; `None` without NVML.
     fn usage(&mut self, pids: &[Pid]) -> Option<BTreeMap<Pid, GpuUse>>;

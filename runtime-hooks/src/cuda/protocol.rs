@@ -1,18 +1,19 @@
 //! What goes over the pipes between [`super::client`] and [`super::helper`]: a JSON object a line.
 //!
 //! A request with `n` pids is answered by `n` lines, in the order in which the calls come back;
-//! `Init`, `Usage` and `FreeMemory` by one. One request is under way at a time.
+//! `Init`, `Usage`, `FreeMemory`, `JobFiles` and `CopyJobFile` by one. One request is under way at a time.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 
+use super::job::{Copied, Job, Named, Neighbour, Unusable};
 use super::{Call, DriverFacts, GpuUse};
-use crate::processes::Pid;
+use crate::processes::{Pid, ProcessId};
 
 /// From the client.
-#[derive(Debug, Serialize, Deserialize)]
+#[derive(Debug, Clone, Serialize, Deserialize)]
 pub(super) struct Request {
     /// What to call.
     pub(super) call: Call,
@@ -28,6 +29,35 @@ pub(super) struct Request {
     /// For `Init`: the configured NVML library.
     #[serde(default)]
     pub(super) libnvml: Option<PathBuf>,
+    /// For `Init`: the job to be in.
+    #[serde(default)]
+    pub(super) job: Option<Job>,
+    /// For `JobFiles`: those whose environment is read.
+    #[serde(default)]
+    pub(super) processes: Vec<ProcessId>,
+    /// For `JobFiles`: all processes of the container.
+    #[serde(default)]
+    pub(super) neighbours: Vec<Neighbour>,
+    /// For `CopyJobFile`: the file to make.
+    #[serde(default)]
+    pub(super) to: Option<PathBuf>,
+}
+
+impl Request {
+    /// A call without anything.
+    pub(super) fn new(call: Call) -> Self {
+        Self {
+            call,
+            pids: Vec::new(),
+            timeout_ms: 0,
+            libcuda: None,
+            libnvml: None,
+            job: None,
+            processes: Vec::new(),
+            neighbours: Vec::new(),
+            to: None,
+        }
+    }
 }
 
 /// From the helper.
@@ -36,6 +66,8 @@ pub(super) struct Request {
 pub(super) enum Reply {
     /// `Init` succeeded.
     Ready(DriverFacts),
+    /// The job file cannot be used, for this reason.
+    NoJobFile(String),
     /// `Init` found no library.
     NoLibrary(String),
     /// `cuInit` returned this.
@@ -58,4 +90,8 @@ pub(super) enum Reply {
     Usage(Option<BTreeMap<Pid, GpuUse>>),
     /// `FreeMemory`; `None` without NVML.
     FreeMemory(Option<BTreeMap<String, u64>>),
+    /// `JobFiles`.
+    JobFiles(BTreeMap<Pid, Result<Option<Named>, Unusable>>),
+    /// `CopyJobFile`.
+    Copied(Copied),
 }

@@ -111,8 +111,14 @@ fn run(
             "restore" => return operations::restore(&context),
             "resume" => return operations::resume(&context),
             "delete" => return operations::delete(&context),
-            "create" | "run" => operations::check_annotations(&context)?,
-            "pause" | "exec" => operations::repair_first(&context)?,
+            "create" | "run" => operations::prepare_start(&context)?,
+            "pause" => operations::repair_first(&context)?,
+            "exec" => {
+                operations::repair_first(&context)?;
+                if context.journal().has_job() {
+                    return operations::exec_in_job(&context);
+                }
+            }
             _ => {}
         }
     }

@@ -8,13 +8,14 @@ use std::time::Duration;
 
 use anyhow::Context as _;
 use nix::sys::signal::Signal;
-use stasis_config::{Annotations, Manifest};
+use stasis_config::{AnnotationName, Annotations};
 
 use super::Context;
 use crate::cdi::Bundle;
 use crate::checkpoint::{self, After, LOCK_PATIENCE};
 use crate::child::Program;
 use crate::container::{Container, ContainerError};
+use crate::cuda::Driver as _;
 use crate::cuda::client::HelperDriver;
 use crate::discover::discover;
 use crate::error::{Cause, Failure, Left, Phase, chain};
@@ -22,6 +23,8 @@ use crate::freezer::Freezer as _;
 use crate::hold::Tracer;
 use crate::image::{self, ImageDirectory};
 use crate::interrupt;
+use crate::job::bundle::Exec;
+use crate::job::{self, JobDirectory};
 use crate::journal::{Entry, JournalError, JournalFile, Stage};
 use crate::parts::{Limits, Parts};
 use crate::processes::{CgroupProcesses, Process, Processes};
@@ -52,12 +55,12 @@ pub(super) fn checkpoint(context: &Context<'_>) -> anyhow::Result<ExitCode> {
         .map_err(|error| refused(error.into()))?;
     let listed = processes.list().map_err(|error| refused(error.into()))?;
     if !journal.exists() && !listed.iter().any(Process::is_candidate) {
-        // The manifest of an earlier image in this directory says nothing of the new one.
-        Manifest::remove(&image).map_err(|error| refused(error.into()))?;
+        image::forget(&image).map_err(refused)?;
         return without_cuda(context, "checkpoint");
     }
 
     let _lock = journal.lock(LOCK_PATIENCE).map_err(|error| refused(error.into()))?;
+    let job = JobDirectory::of(&journal);
     let mut tools = Tools::new(context, journal)?;
     tools.image = ImageDirectory::new(image);
     let mut world = World::of(&container, processes, &mut tools);
@@ -91,11 +94,16 @@ pub(super) fn checkpoint(context: &Context<'_>) -> anyhow::Result<ExitCode> {
         mountinfo: &mountinfo,
         dump,
         after,
+        minimum_driver: context.config.jobs.minimum_driver,
+        given_job: job.identity(),
         limits: Limits::new(&context.config.cuda, annotations.lock_timeout),
     };
     match parked {
         Some(entry) => checkpoint::again(&mut world.parts(), &request, &entry, &cuda)?,
         None => checkpoint::checkpoint(&mut world.parts(), &request, cuda)?,
+    }
+    if after != After::LeaveRunning {
+        forget_job(context, &job);
     }
     Ok(ExitCode::SUCCESS)
 }
@@ -106,6 +114,7 @@ pub(super) fn restore(context: &Context<'_>) -> anyhow::Result<ExitCode> {
     let arguments = context.line.arguments();
     let image = absolute(&arguments.image_path())?;
     let image::Kind::Cuda(manifest) = image::kind(&image).map_err(refused)? else {
+        give_job_if_annotated(context, "restore")?;
         return without_cuda(context, "restore");
     };
     let root = context.root();
@@ -116,9 +125,11 @@ pub(super) fn restore(context: &Context<'_>) -> anyhow::Result<ExitCode> {
         match context.become_runtime()? {}
     }
     interrupt::listen()?;
+    let directory = JobDirectory::of(&journal);
     let mut tools = Tools::new(context, journal)?;
     let bundle = absolute(&arguments.bundle())?;
     let annotations = annotations(context, &bundle).map_err(refused)?;
+    let mut job = job::restored::Bundle::new(&bundle, directory, context.config, annotations.job);
     let mut bundle = Bundle::new(&bundle, context.config);
     tools.runc.criu.add(manifest.dump);
     tools.runc.criu.without_plugins = true;
@@ -132,6 +143,7 @@ pub(super) fn restore(context: &Context<'_>) -> anyhow::Result<ExitCode> {
         runtime: &mut tools.runc,
         journal: &mut tools.journal,
         container: &mut bundle,
+        job: &mut job,
         restored: &restored,
         interrupted: &interrupt::interrupted,
     };
@@ -203,16 +215,80 @@ pub(super) fn delete(context: &Context<'_>) -> anyhow::Result<ExitCode> {
         .status()
         .with_context(|| format!("stasis: cannot execute {}", context.program.display()))?;
     if !context.root().join(context.id).exists() {
+        forget_job(context, &JobDirectory::of(&journal));
         journal.forget();
     }
     Ok(ExitCode::from(u8::try_from(status.code().unwrap_or(1)).unwrap_or(1)))
 }
 
+/// The job file of a container that has been deleted goes with it.
+fn forget_job(context: &Context<'_>, directory: &JobDirectory) {
+    if directory.exists()
+        && !context.root().join(context.id).exists()
+        && let Err(error) = directory.remove()
+    {
+        tracing::warn!(container = context.id, %error, "the job directory stays behind");
+    }
+}
+
 /// Before `create` and `run`: an annotation that this host refuses is told now and not at the
-/// first checkpoint.
-pub(super) fn check_annotations(context: &Context<'_>) -> anyhow::Result<()> {
-    let bundle = context.line.arguments().bundle();
-    annotations(context, &bundle).map(|_| ()).map_err(|cause| untouched(context, "create", cause))
+/// first checkpoint, and a container that asks for a job file gets one.
+pub(super) fn prepare_start(context: &Context<'_>) -> anyhow::Result<()> {
+    let refused = |cause| untouched(context, "create", cause);
+    let bundle = absolute(&context.line.arguments().bundle())?;
+    let annotations = annotations(context, &bundle).map_err(refused)?;
+    if annotations.job { give_job(context, &bundle).map_err(refused) } else { Ok(()) }
+}
+
+/// The same before a restore that is the runtime's alone: the mount is part of the container.
+fn give_job_if_annotated(context: &Context<'_>, operation: &'static str) -> anyhow::Result<()> {
+    let refused = |cause| untouched(context, operation, cause);
+    let bundle = absolute(&context.line.arguments().bundle())?;
+    if !spec::annotations(&bundle).contains_key(AnnotationName::Job.key()) {
+        return Ok(());
+    }
+    annotations(context, &bundle).map_err(refused)?;
+    give_job(context, &bundle).map_err(refused)
+}
+
+/// Gives a container that is about to start a job file that nothing has used.
+fn give_job(context: &Context<'_>, bundle: &Path) -> Result<(), Cause> {
+    let (config, root) = (context.config, context.root());
+    let is_there = || root.join(context.id).exists();
+    // The runtime refuses. The file of the container that runs is not touched.
+    if is_there() {
+        return Ok(());
+    }
+    let mut driver = HelperDriver::new(Program::this(), &config.cuda);
+    let facts = driver.facts().map_err(Cause::NoDriver)?;
+    job::require(&facts, config.jobs.minimum_driver)?;
+    job::directory::sweep(&config.state.directory, &root);
+    let journal = context.journal();
+    let _lock = journal.lock(LOCK_PATIENCE)?;
+    let directory = JobDirectory::of(&journal);
+    if directory.is_anothers() {
+        return Err(JournalError::Busy.into());
+    }
+    if is_there() {
+        return Ok(());
+    }
+    job::restored::Bundle::new(bundle, directory, config, true).give_fresh()?;
+    Ok(())
+}
+
+/// `exec` in a container that was given a job file: its environment says so, too.
+pub(super) fn exec_in_job(context: &Context<'_>) -> anyhow::Result<ExitCode> {
+    let Some(process) = context.line.exec_process() else {
+        // The runtime takes the environment of config.json.
+        match context.become_runtime()? {}
+    };
+    let exec = Exec::of(Path::new(&process))
+        .map_err(|error| untouched(context, "exec", Cause::Job(error)))?;
+    let line = context.line.with_exec_process(&exec.name());
+    let mut command = Command::new(context.program);
+    command.args(&line.globals).arg(&line.subcommand).args(&line.rest);
+    again::mark(&mut command, &line);
+    match context.execute(&mut command)? {}
 }
 
 /// Before `pause` and `exec`: puts right what a killed operation left behind. One that is under
@@ -247,7 +323,7 @@ fn without_cuda(context: &Context<'_>, subcommand: &str) -> anyhow::Result<ExitC
 }
 
 impl Context<'_> {
-    fn journal(&self) -> JournalFile {
+    pub(super) fn journal(&self) -> JournalFile {
         JournalFile::new(&self.config.state.directory, &self.root(), self.id)
     }
 

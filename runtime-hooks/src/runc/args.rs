@@ -167,6 +167,54 @@ impl CommandLine {
         fits.then_some(id.as_os_str())
     }
 
+    /// The file that `exec` is to take the process from; the last one counts.
+    #[must_use]
+    pub fn exec_process(&self) -> Option<OsString> {
+        let mut process = None;
+        self.map_exec_process(|value| {
+            process = Some(value.to_owned());
+            value.to_owned()
+        });
+        process.filter(|process| !process.is_empty())
+    }
+
+    /// The same `exec` with the process from another file.
+    #[must_use]
+    pub fn with_exec_process(&self, path: &OsStr) -> Self {
+        let rest = self.map_exec_process(|_| path.to_owned());
+        Self { rest, ..self.clone() }
+    }
+
+    /// The tokens after `exec`, with other values of `--process`.
+    fn map_exec_process(&self, mut map: impl FnMut(&OsStr) -> OsString) -> Vec<OsString> {
+        let id = first_positional(&self.rest, VALUED_EXEC);
+        let mut mapped = Vec::with_capacity(self.rest.len());
+        let mut tokens = self.rest.iter();
+        while let Some(token) = tokens.next() {
+            if id.is_some_and(|id| std::ptr::eq(token, id)) {
+                mapped.push(token.clone());
+                break;
+            }
+            match flag(token) {
+                Some(("process" | "p", Some(value))) => {
+                    let mut token = OsString::from("--process=");
+                    token.push(map(value));
+                    mapped.push(token);
+                }
+                Some((name, None)) if VALUED_EXEC.contains(&name) => {
+                    mapped.push(token.clone());
+                    if let Some(value) = tokens.next() {
+                        let is_process = matches!(name, "process" | "p");
+                        mapped.push(if is_process { map(value) } else { value.clone() });
+                    }
+                }
+                _ => mapped.push(token.clone()),
+            }
+        }
+        mapped.extend(tokens.cloned());
+        mapped
+    }
+
     /// Whether only help is asked for.
     #[must_use]
     pub fn asks_for_help(&self) -> bool {
@@ -201,14 +249,12 @@ const VALUED_EXEC: &[&str] = &[
     "c",
     "preserve-fds",
     "cgroup",
-    "ignore-paused",
 ];
 
 fn first_positional<'a>(tokens: &'a [OsString], valued: &[&str]) -> Option<&'a OsString> {
     let mut tokens = tokens.iter();
     while let Some(token) = tokens.next() {
         match flag(token) {
-            Some(("ignore-paused", _)) => {}
             Some((name, None)) if valued.contains(&name) => {
                 tokens.next();
             }
@@ -405,6 +451,31 @@ mod tests {
         assert_eq!(line.subcommand, "pause");
         assert_eq!(line.global("root").unwrap(), "checkpoint");
         assert_eq!(line.global("log").unwrap(), "restore");
+    }
+
+    #[test]
+    fn the_process_of_an_exec_is_replaced_wherever_it_stands() {
+        let replaced = |text: &str| {
+            let line = line(text).with_exec_process("/new".as_ref());
+            let rest: Vec<_> = line.rest.iter().map(|token| token.to_string_lossy()).collect();
+            rest.join(" ")
+        };
+        let shim = "exec --process /p.json --detach --pid-file /f c1";
+        assert_eq!(line(shim).exec_process().unwrap(), "/p.json");
+        assert_eq!(replaced(shim), "--process /new --detach --pid-file /f c1");
+        let podman = "exec --pid-file /f --process=/p.json c1";
+        assert_eq!(line(podman).exec_process().unwrap(), "/p.json");
+        assert_eq!(replaced(podman), "--pid-file /f --process=/new c1");
+        assert_eq!(replaced("exec -p /p -ignore-paused c1"), "-p /new -ignore-paused c1");
+        // The last one counts, and none is left that names another.
+        let twice = "exec -p /a --process /b c1";
+        assert_eq!(line(twice).exec_process().unwrap(), "/b");
+        assert_eq!(replaced(twice), "-p /new --process /new c1");
+        // What follows the id is the program's, and a value is no flag.
+        for text in ["exec c1 sh -p /x --process=/y", "exec --user -p c1 a", "exec --process= c1"] {
+            assert_eq!(line(text).exec_process(), None, "{text}");
+        }
+        assert_eq!(replaced("exec c1 sh -p /x --process=/y"), "c1 sh -p /x --process=/y");
     }
 
     #[test]

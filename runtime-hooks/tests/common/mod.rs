@@ -13,9 +13,10 @@ use std::rc::Rc;
 use std::time::Duration;
 
 use oci_spec::runtime::Spec;
-use stasis_config::Manifest;
+use stasis_config::{Manifest, manifest};
 use stasis_hooks::cdi::CdiError;
 use stasis_hooks::container::{Cgroup, CgroupVersion, Container};
+use stasis_hooks::cuda::job::{Copied, Identity, Job, Named, Neighbour, Unusable, Way};
 use stasis_hooks::cuda::{
     Answers, Call, CudaError, CudaState, Driver, DriverError, DriverFacts, GpuUse,
 };
@@ -23,10 +24,11 @@ use stasis_hooks::error::Cause;
 use stasis_hooks::freezer::{Freezer, FreezerError};
 use stasis_hooks::hold::{Hold, HoldError, Keep, Target};
 use stasis_hooks::image::Image;
+use stasis_hooks::job::{Found, JobError};
 use stasis_hooks::journal::{Entry, Journal, JournalError};
 use stasis_hooks::parts::{Limits, Parts};
 use stasis_hooks::processes::{Pid, Process, ProcessId, Processes, ProcessesError};
-use stasis_hooks::restore::NewContainer;
+use stasis_hooks::restore::{NewContainer, NewJob};
 use stasis_hooks::runc::{RuncError, Runtime};
 
 /// What goes wrong.
@@ -79,7 +81,25 @@ pub struct State {
     pub calls_left: Option<u32>,
     /// Ranks that are ready only when all of them are asked at once.
     pub ranks: bool,
+    /// NVML does not tell who uses which GPU.
+    pub usage_is_unknown: bool,
+    /// The driver's version.
+    pub driver: &'static str,
+    /// The job file that each process names, by a number; none that is not here.
+    pub jobs: BTreeMap<Pid, u64>,
+    /// The job that the driver's helper is in.
+    pub joined: Option<Job>,
+    /// What each call of the driver was made for, in order.
+    pub asked: Vec<(&'static str, Vec<Pid>)>,
 }
+
+/// The job file of this number.
+pub fn identity(inode: u64) -> Identity {
+    Identity { device: 1, inode }
+}
+
+/// The digest of the live file of job 1.
+pub const DIGEST: &str = "4bf5122f344554c53bde2ebb8cd2b7e3d1600ad631c385a5d7cce23c7785459a";
 
 #[derive(Clone)]
 pub struct World(pub Rc<RefCell<State>>);
@@ -124,11 +144,25 @@ impl World {
             killed_in_dump: false,
             calls_left: None,
             ranks: false,
+            usage_is_unknown: false,
+            driver: "580.1",
+            jobs: BTreeMap::new(),
+            joined: None,
+            asked: Vec::new(),
         })))
     }
 
     pub fn fault(self, call: &'static str, fault: Fault, times: u32) -> Self {
         self.0.borrow_mut().faults.push((call, fault, times));
+        self
+    }
+
+    /// With a driver that has jobs, and all processes in one.
+    pub fn in_job(self) -> Self {
+        self.with(|state| {
+            state.driver = "610.1";
+            state.jobs = state.cuda.keys().map(|pid| (*pid, 1)).collect();
+        });
         self
     }
 
@@ -253,6 +287,14 @@ impl World {
     ) -> Answers<()> {
         let fault = if pids.is_empty() { None } else { self.note(name) };
         self.with(|state| {
+            if !pids.is_empty() {
+                state.asked.push((name, pids.to_vec()));
+            }
+            let foreign = |pid: &Pid| {
+                let job = state.jobs.get(pid).map(|number| identity(*number));
+                job.is_some_and(|job| state.joined.as_ref().is_none_or(|own| own.file != job))
+            };
+            assert!(!pids.iter().any(foreign), "{name} of a member by somebody outside its job");
             assert!(!state.frozen || pids.is_empty(), "{name} on a frozen process would hang");
             for pid in pids {
                 let driver_is_held = name == "lock"
@@ -331,7 +373,7 @@ impl Driver for World {
             Some(_) => Err(DriverError::NoLibrary("searched".into())),
             None => Ok(DriverFacts {
                 cuda_version: 13000,
-                driver_version: Some("580.1".into()),
+                driver_version: Some(self.with(|state| state.driver).into()),
                 ..DriverFacts::default()
             }),
         }
@@ -401,7 +443,66 @@ impl Driver for World {
         self.act(Call::Unlock, "unlock", pids, CudaState::Locked, CudaState::Running)
     }
 
+    fn job_files(
+        &mut self,
+        processes: &[ProcessId],
+        _: &[Neighbour],
+    ) -> Result<BTreeMap<Pid, Result<Option<Named>, Unusable>>, DriverError> {
+        if let Some(fault) = self.note("job-files") {
+            let named = "/x".to_owned();
+            let reason = "is a FIFO".to_owned();
+            return match fault {
+                Fault::Error(_) => Ok(processes
+                    .iter()
+                    .map(|id| {
+                        let why = Unusable { named: named.clone(), reason: reason.clone() };
+                        (id.pid, Err(why))
+                    })
+                    .collect()),
+                _ => Err(DriverError::Deadline { call: Call::JobFiles, after: Duration::ZERO }),
+            };
+        }
+        Ok(self.with(|state| {
+            let named = |pid: &Pid| {
+                state.jobs.get(pid).map(|number| Named {
+                    named: format!("/proc/self/fd/{number}"),
+                    file: identity(*number),
+                    way: Way::Descriptor {
+                        process: ProcessId { pid: *pid, start_time: 1 },
+                        number: u32::try_from(*number).unwrap_or_default(),
+                    },
+                    path: None,
+                    mode: 0o666,
+                    uid: 0,
+                    gid: 0,
+                })
+            };
+            processes.iter().map(|id| (id.pid, Ok(named(&id.pid)))).collect()
+        }))
+    }
+
+    fn join(&mut self, job: Option<&Job>) {
+        self.with(|state| state.joined = job.cloned());
+    }
+
+    fn copy_job_file(&mut self, to: Option<&Path>, _: Duration) -> Result<Copied, DriverError> {
+        if self.note("copy-job").is_some() {
+            return Err(DriverError::JobFile("cannot be copied: no space left".into()));
+        }
+        self.with(|state| {
+            assert!(state.joined.is_some(), "there is no job to copy the file of");
+            let all = state.cuda.values().all(|state| *state == CudaState::Checkpointed);
+            assert!(all, "the job file is copied when all are CHECKPOINTED");
+            // At a checkpoint; at a restore it is only read.
+            assert!(to.is_none() || state.frozen, "the job file is copied frozen");
+        });
+        Ok(Copied { bytes: 1, sha256: DIGEST.to_owned() })
+    }
+
     fn usage(&mut self, pids: &[Pid]) -> Option<BTreeMap<Pid, GpuUse>> {
+        if self.with(|state| state.usage_is_unknown) {
+            return None;
+        }
         let used = GpuUse { gpus: vec![("GPU-0".to_owned(), Some(100))] };
         Some(pids.iter().map(|pid| (*pid, used.clone())).collect())
     }
@@ -596,6 +697,26 @@ impl NewContainer for World {
             return Err(CdiError::Node("cannot make /dev/nvidia0".into()).into());
         }
         Ok(())
+    }
+}
+
+impl NewJob for World {
+    fn place(&mut self, _: &Path, _: Option<&manifest::Job>) -> Result<(), Cause> {
+        match self.note("place-job") {
+            Some(_) => Err(JobError::Conflict("no job file".into()).into()),
+            None => Ok(()),
+        }
+    }
+
+    fn take_back(&mut self) {
+        self.note("take-back-job");
+    }
+
+    fn check(&self, _: &manifest::Job, found: Option<&Found>) -> Result<(), Cause> {
+        match found {
+            Some(_) => Ok(()),
+            None => Err(JobError::NotTheImages("no job".into()).into()),
+        }
     }
 }
 

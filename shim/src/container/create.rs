@@ -75,7 +75,7 @@ impl Container {
     /// Creates a container.
     pub async fn create(shared: Shared, request: CreateRequest) -> Result<Arc<Self>, TaskError> {
         let CreateRequest { id, bundle, rootfs, stdio, checkpoint, options } = request;
-        let Prepared { spec, settled, config } = prepare(&options, &bundle).await?;
+        let Prepared { spec, settled, config, annotations } = prepare(&options, &bundle).await?;
         let root = options.root.join(&shared.namespace);
         let program = options.program;
         let checkpoint = Some(checkpoint)
@@ -115,6 +115,7 @@ impl Container {
             no_new_keyring: options.no_new_keyring,
             owner,
             shares_pids: spec.shares_pids(),
+            annotations,
             criu_work: options.criu_work_path.unwrap_or_else(|| bundle.join("work")),
             checkpoint,
             bundle,
@@ -182,12 +183,16 @@ impl Container {
             arguments.push("--no-new-keyring".into());
         }
         arguments.push(self.id.clone().into());
-        let call = Call::new("create", arguments).with_io(CallIo::Container(ends));
+        // A container without a job file costs no engine.
+        let call = Call::new("create", arguments)
+            .with_io(CallIo::Container(ends))
+            .through_engine(self.fixed.annotations.job);
         let expecting = self.shared.reaper.expect();
         if let Err(error) = self.runtime.call(call).await {
-            if error.was_killed() {
-                // With its caller. It had no chance to remove what it had made.
-                let _ = self.runtime.call(Call::new("delete", ["--force", &self.id])).await;
+            if error.was_killed() || self.fixed.journal.has_job() {
+                // With its caller: it had no chance to remove what it had made. Or a job file was
+                // made for it.
+                self.delete_by_force().await;
             }
             return Err(TaskError::Runtime { what: "OCI runtime create failed", error });
         }
@@ -202,10 +207,17 @@ impl Container {
             }
             Err(error) => {
                 // It is there, and nobody will ever ask for it.
-                let _ = self.runtime.call(Call::new("delete", ["--force", &self.id])).await;
+                self.delete_by_force().await;
                 Err(error)
             }
         }
+    }
+
+    /// `runc delete --force`. Most of the time there is nothing any more.
+    pub(super) async fn delete_by_force(&self) {
+        let in_use = self.fixed.journal.in_use();
+        let call = Call::new("delete", ["--force", &self.id]).through_engine(in_use);
+        let _ = self.runtime.call(call).await;
     }
 
     /// The container has its init.
@@ -268,6 +280,7 @@ struct Prepared {
     spec: Spec,
     settled: Settled,
     config: Config,
+    annotations: Annotations,
 }
 
 /// Reads and writes the bundle's files, and checks what they ask for. Not in the runtime's thread:
@@ -280,8 +293,8 @@ async fn prepare(options: &Options, bundle: &Path) -> Result<Prepared, TaskError
         let settled = options.settle(&bundle).map_err(|error| invalid(&error))?;
         let config = settled.config.as_deref().map_or_else(Config::load, Config::from_file);
         let config = config.map_err(|error| invalid(&error))?;
-        allow_annotations(&spec, &config)?;
-        Ok(Prepared { spec, settled, config })
+        let annotations = annotations(&spec, &config)?;
+        Ok(Prepared { spec, settled, config, annotations })
     });
     work.await.map_err(|error| TaskError::failed(&error))?
 }
@@ -294,9 +307,8 @@ fn engine_level(shared: &Shared, config: &Config) -> String {
 }
 
 /// An annotation that this host refuses is told now and not at the first checkpoint.
-fn allow_annotations(spec: &Spec, config: &Config) -> Result<(), TaskError> {
+fn annotations(spec: &Spec, config: &Config) -> Result<Annotations, TaskError> {
     Annotations::parse(spec.annotations(), &config.annotations)
-        .map(drop)
         .map_err(|error| TaskError::Invalid(chain(&error)))
 }
 

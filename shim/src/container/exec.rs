@@ -107,7 +107,8 @@ impl Container {
         arguments.extend(["--detach".into(), "--pid-file".into(), pid_file.clone().into()]);
         arguments.push(self.id.clone().into());
         let ends = io.take_child_ends().map_err(|error| failed(&error))?;
-        let engine = self.fixed.journal.exists();
+        // To put right what was interrupted, and for the variable of a job.
+        let engine = self.fixed.journal.exists() || self.fixed.journal.has_job();
         let call =
             Call::new("exec", arguments).with_io(CallIo::Container(ends)).through_engine(engine);
         let expecting = shared.reaper.expect();

@@ -23,10 +23,7 @@ impl Container {
         let restored = self.run_restore().await;
         if let Err(error) = &restored {
             tracing::error!(container = self.id, phase = "restore", "{error}");
-            // Most of the time there is nothing any more.
-            let call = Call::new("delete", ["--force", &self.id]);
-            let in_use = self.fixed.journal.in_use();
-            let _ = self.runtime.call(call.through_engine(in_use)).await;
+            self.delete_by_force().await;
             self.set_state(State::Stopped);
             self.init.end_io_at_once().await;
             let status = if self.inner().killed { KILLED } else { UNKNOWN_STATUS };

@@ -9,14 +9,21 @@ use std::path::{Path, PathBuf};
 
 use serde_json::Value;
 
-use super::CdiError;
+/// config.json cannot be read or written.
+#[derive(Debug, thiserror::Error)]
+#[error("cannot {action} {}", path.display())]
+pub struct ConfigFileError {
+    action: &'static str,
+    path: PathBuf,
+    source: io::Error,
+}
 
 /// A larger one is a mistake. Environments of a megabyte were seen.
 const MAX_BYTES: u64 = 64 << 20;
 
 /// A config.json as it was found.
 #[derive(Debug)]
-pub(super) struct ConfigFile {
+pub(crate) struct ConfigFile {
     /// The file itself, where config.json is a link.
     path: PathBuf,
     original: Vec<u8>,
@@ -24,9 +31,9 @@ pub(super) struct ConfigFile {
 
 impl ConfigFile {
     /// Reads that of a bundle.
-    pub(super) fn read(bundle: &Path) -> Result<(Self, Value), CdiError> {
+    pub(crate) fn read(bundle: &Path) -> Result<(Self, Value), ConfigFileError> {
         let named = bundle.join("config.json");
-        let failed = |source| CdiError::Read { path: named.clone(), source };
+        let failed = |source| ConfigFileError { action: "read", path: named.clone(), source };
         let path = fs::canonicalize(&named).map_err(failed)?;
         let mut original = Vec::new();
         let file = File::open(&path).map_err(failed)?;
@@ -43,24 +50,28 @@ impl ConfigFile {
     }
 
     /// Writes another text in its place.
-    pub(super) fn write(&self, value: &Value) -> Result<(), CdiError> {
+    pub(crate) fn write(&self, value: &Value) -> Result<(), ConfigFileError> {
         self.replace(value.to_string().as_bytes())
     }
 
     /// Makes it what it was.
-    pub(super) fn put_back(&self) -> Result<(), CdiError> {
+    pub(crate) fn put_back(&self) -> Result<(), ConfigFileError> {
         self.replace(&self.original)
     }
 
     /// At any moment there is the old file or the new one, with the same owner and mode.
-    fn replace(&self, text: &[u8]) -> Result<(), CdiError> {
+    fn replace(&self, text: &[u8]) -> Result<(), ConfigFileError> {
         let name = format!(".config.json.stasis-{}", std::process::id());
         let temporary = self.path.with_file_name(name);
         let written = self.write_at(&temporary, text);
         if written.is_err() {
             let _ = fs::remove_file(&temporary);
         }
-        written.map_err(|source| CdiError::Write { path: self.path.clone(), source })
+        written.map_err(|source| ConfigFileError {
+            action: "write",
+            path: self.path.clone(),
+            source,
+        })
     }
 
     fn write_at(&self, temporary: &Path, text: &[u8]) -> io::Result<()> {

@@ -1,0 +1,255 @@
+//! Job files: what CUDA processes need that share GPU memory (`cuIpcGetMemHandle`).
+//!
+//! A container with the annotation `dev.stasis.job=file` is given one: [`launch`] has NVIDIA's utility
+//! make it, [`directory`] is where it lies on this host, [`bundle`] tells the container of it. Others
+//! bring their own, by `cuda-checkpoint --launch-job` or the variable. Either way the processes
+//! themselves say at a checkpoint which file it is ([`find`]); [`restored`] sees to it that a restored
+//! container has its own.
+//!
+//! A job file is used once: fresh for each start of a container and each restore. The copy in the
+//! image is taken frozen, when all are CHECKPOINTED, and never changes.
+
+pub mod bundle;
+pub mod directory;
+pub mod launch;
+pub mod restored;
+
+pub use directory::JobDirectory;
+
+use oci_spec::runtime::Spec;
+use serde::{Deserialize, Serialize};
+use stasis_config::manifest::JobFile;
+
+use crate::cuda::job::{Identity, Job, Named, Neighbour, Unusable};
+use crate::cuda::{Driver, DriverError, DriverFacts};
+use crate::error::Who;
+use crate::parts::CudaProcess;
+use crate::processes::{Processes, ProcessesError};
+use crate::spec;
+
+/// Where a container that was given a job file finds it.
+pub const DESTINATION: &str = "/run/stasis/cuda-job";
+
+/// Why there is no job, or not this one.
+#[derive(Debug, thiserror::Error)]
+pub enum JobError {
+    /// The driver is too old for what is asked.
+    #[error(
+        "driver {found} has no jobs that keep shared GPU memory: annotation dev.stasis.job=file needs \
+         branch {needed} or later (jobs.minimum-driver in config.toml)"
+    )]
+    Driver {
+        /// Its version.
+        found: String,
+        /// The branch.
+        needed: u32,
+    },
+    /// A process's job file cannot be used.
+    #[error("{who}: {why}")]
+    Unusable {
+        /// Which process.
+        who: Who,
+        /// Why.
+        why: Unusable,
+    },
+    /// Some are in a job and others not.
+    #[error(
+        "{who}: is not in the job of the other CUDA processes: it was started without {}; start it \
+         with the value that {other} has, or end it",
+        crate::cuda::job::VARIABLE
+    )]
+    Outside {
+        /// The first that is not.
+        who: Who,
+        /// One that is.
+        other: Who,
+    },
+    /// They are in several jobs.
+    #[error(
+        "{who} and {other} are in different jobs ({} names {named} and {other_named}): a container \
+         is checkpointed as one job",
+        crate::cuda::job::VARIABLE
+    )]
+    Several {
+        /// One.
+        who: Who,
+        /// What it says.
+        named: String,
+        /// Another.
+        other: Who,
+        /// What that says.
+        other_named: String,
+    },
+    /// The job file would not be there after a restore.
+    #[error(
+        "{who}: names a job file {path} that lies on a mount from outside the container, where \
+         another container could use it at the same time: put it into the container's own file \
+         system, or use the annotation dev.stasis.job=file"
+    )]
+    OnVolume {
+        /// Which process.
+        who: Who,
+        /// Its path.
+        path: String,
+    },
+    /// Restored processes are in another job than the image's.
+    #[error("{0}")]
+    NotTheImages(String),
+    /// The file of the container on this host.
+    #[error("{action} {}: {source}", path.display())]
+    File {
+        /// What was tried.
+        action: &'static str,
+        /// With which file.
+        path: std::path::PathBuf,
+        /// Why not.
+        source: std::io::Error,
+    },
+    /// The utility.
+    #[error("{0}")]
+    Utility(String),
+    /// The container's own configuration.
+    #[error("{0}")]
+    Conflict(String),
+    /// See there.
+    #[error("{}", crate::error::chain(.0))]
+    ConfigFile(#[from] crate::config_json::ConfigFileError),
+    /// See there.
+    #[error("{}", crate::error::chain(.0))]
+    Journal(#[from] crate::journal::JournalError),
+    /// See there.
+    #[error("{}", crate::error::chain(.0))]
+    Processes(#[from] ProcessesError),
+    /// See there.
+    #[error(transparent)]
+    Helper(DriverError),
+}
+
+/// Whether jobs of this driver are relied on: it has the branch that the administrator trusts.
+#[must_use]
+pub fn trusted(facts: &DriverFacts, minimum: u32) -> bool {
+    facts.branch().is_some_and(|branch| branch >= minimum)
+}
+
+/// Refuses a driver whose jobs would not keep what they are asked to.
+pub fn require(facts: &DriverFacts, minimum: u32) -> Result<(), JobError> {
+    if trusted(facts, minimum) {
+        return Ok(());
+    }
+    let found = facts.driver_version.clone();
+    let found = found.unwrap_or_else(|| "of unknown version (NVML does not tell)".to_owned());
+    Err(JobError::Driver { found, needed: minimum })
+}
+
+/// The job that a container's CUDA processes are in, as it is noted.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Membership {
+    /// The job.
+    pub job: Job,
+    /// Where a restored container is to have its file from.
+    pub origin: JobFile,
+}
+
+/// The job of a container, as its processes say.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Found {
+    /// The job.
+    pub job: Job,
+    /// What the first process says of its file.
+    pub named: Named,
+    /// Which process that is.
+    pub who: Who,
+}
+
+/// The job that the CUDA processes are in; `None` if they are in none. All of them are in it, or it is
+/// an error: a member that is operated outside of its job is lost, and so is one that is none.
+pub fn find(
+    driver: &mut dyn Driver,
+    processes: &dyn Processes,
+    cuda: &[CudaProcess],
+) -> Result<Option<Found>, JobError> {
+    let neighbours: Vec<Neighbour> = processes
+        .list()?
+        .iter()
+        .map(|process| Neighbour { inner_pid: process.inner_pid, id: process.id })
+        .collect();
+    let asked: Vec<_> = cuda.iter().map(|process| process.process.id).collect();
+    let mut named = driver.job_files(&asked, &neighbours).map_err(JobError::Helper)?;
+    let mut found: Option<Found> = None;
+    let mut outside: Option<Who> = None;
+    for process in cuda {
+        let who = process.who();
+        let answer = match named.remove(&process.pid()) {
+            Some(Ok(named)) => named,
+            Some(Err(why)) => return Err(JobError::Unusable { who, why }),
+            None => None,
+        };
+        match (answer, &mut found) {
+            (None, _) if !processes.alive(process.process.id) => {}
+            (None, _) => {
+                outside.get_or_insert(who);
+            }
+            (Some(named), None) => {
+                let job = Job { file: named.file, ways: vec![named.way.clone()] };
+                found = Some(Found { job, named, who });
+            }
+            (Some(named), Some(found)) if named.file == found.job.file => {
+                found.job.ways.push(named.way);
+            }
+            (Some(other), Some(found)) => {
+                return Err(JobError::Several {
+                    who: found.who.clone(),
+                    named: found.named.named.clone(),
+                    other: who,
+                    other_named: other.named,
+                });
+            }
+        }
+    }
+    match (found, outside) {
+        (Some(found), Some(who)) => Err(JobError::Outside { who, other: found.who }),
+        (found, _) => Ok(found),
+    }
+}
+
+/// Newcomers among `cuda` are in the job that was found first, or it is an error.
+pub fn confirm(
+    driver: &mut dyn Driver,
+    processes: &dyn Processes,
+    cuda: &[CudaProcess],
+    membership: &Membership,
+) -> Result<(), JobError> {
+    match find(driver, processes, cuda)? {
+        Some(found) if found.job.file != membership.job.file => Err(JobError::NotTheImages(
+            format!("{}: its job file {} was replaced meanwhile", found.who, found.named.named),
+        )),
+        _ => Ok(()),
+    }
+}
+
+impl Found {
+    /// Where a restored container is to have the file from. `made` is the file that this container was
+    /// given, if it was.
+    pub fn origin(
+        &self,
+        made: Option<Identity>,
+        spec: &Spec,
+        mountinfo: &str,
+    ) -> Result<JobFile, JobError> {
+        if made == Some(self.job.file) {
+            return Ok(JobFile::Made);
+        }
+        let Some(path) = &self.named.path else { return Ok(JobFile::Dumped) };
+        match spec::lies_on(spec, mountinfo, path) {
+            spec::LiesOn::OwnTmpfs => Ok(JobFile::Dumped),
+            spec::LiesOn::Rootfs => {
+                let Named { mode, uid, gid, .. } = self.named;
+                Ok(JobFile::Rootfs { path: path.clone(), mode, uid, gid })
+            }
+            spec::LiesOn::Outside => {
+                Err(JobError::OnVolume { who: self.who.clone(), path: path.clone() })
+            }
+        }
+    }
+}

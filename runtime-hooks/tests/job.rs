@@ -1,0 +1,388 @@
+//! Jobs: checkpoints and restores of processes that share GPU memory.
+#![allow(clippy::unwrap_used, missing_docs)]
+
+mod common;
+
+use common::{DIGEST, Fault, INIT, World, identity, process};
+use stasis_config::manifest::{self, JobFile};
+use stasis_config::{Annotations, Manifest};
+use stasis_hooks::checkpoint::{After, Request, again, checkpoint, parked};
+use stasis_hooks::cuda::CudaState;
+use stasis_hooks::discover::discover;
+use stasis_hooks::error::{Cause, Failure, Left};
+use stasis_hooks::processes::{Pid, Processes};
+use stasis_hooks::restore::{self, RestoreParts, restore};
+use stasis_hooks::resume::{repair, resume};
+
+const EXIT: After = After::Exit { by_criu: false };
+
+fn asked<T>(after: After, annotations: &Annotations, act: impl FnOnce(&Request<'_>) -> T) -> T {
+    let spec = serde_json::from_str(r#"{"ociVersion":"1.0.2","root":{"path":"rootfs"}}"#).unwrap();
+    act(&Request {
+        container: &World::container(),
+        spec: &spec,
+        annotations,
+        mountinfo: "",
+        dump: manifest::Dump::default(),
+        after,
+        minimum_driver: 610,
+        given_job: None,
+        limits: World::limits(),
+    })
+}
+
+fn take_with(world: &World, after: After, annotations: &Annotations) -> Result<(), Failure> {
+    world.run(|parts| {
+        let cuda = discover(parts).unwrap();
+        asked(after, annotations, |request| checkpoint(parts, request, cuda))
+    })
+}
+
+fn take(world: &World, after: After) -> Result<(), Failure> {
+    take_with(world, after, &Annotations::default())
+}
+
+fn position(log: &[String], call: &str) -> usize {
+    log.iter().position(|entry| entry == call).unwrap_or_else(|| panic!("no {call} in {log:?}"))
+}
+
+/// For whom the driver was asked to do this, each time.
+fn asked_for(world: &World, call: &str) -> Vec<Vec<Pid>> {
+    world.with(|state| {
+        let asked = state.asked.iter().filter(|(name, _)| *name == call);
+        asked.map(|(_, pids)| pids.clone()).collect()
+    })
+}
+
+#[test]
+fn the_file_is_copied_frozen_and_checkpointed_and_stands_in_the_manifest() {
+    for frozen in [false, true] {
+        let world = World::new(3, frozen).in_job();
+        take(&world, EXIT).unwrap();
+        let log = world.log();
+        assert!(position(&log, "checkpoint") < position(&log, "freeze"), "{log:?}");
+        assert!(position(&log, "freeze") < position(&log, "copy-job"), "{log:?}");
+        // The copy of an earlier checkpoint goes with its manifest, before.
+        assert!(position(&log, "begin") < position(&log, "copy-job"), "{log:?}");
+        assert!(position(&log, "copy-job") < position(&log, "dump"), "{log:?}");
+        let job = world.with(|state| state.manifest.clone()).unwrap().job.unwrap();
+        let expected = manifest::Job { bytes: 1, sha256: DIGEST.into(), file: JobFile::Dumped };
+        assert_eq!(job, expected);
+    }
+}
+
+#[test]
+fn members_are_asked_in_the_order_that_the_manifest_records() {
+    let world = World::new(3, false).in_job();
+    // Pids outside say nothing of the pids inside, which stay the same.
+    world.with(|state| {
+        state.processes[1].inner_pid = 40;
+        state.processes[2].inner_pid = 30;
+        state.processes[3].inner_pid = 20;
+    });
+    take(&world, After::LeaveRunning).unwrap();
+    let order = [INIT.pid + 3, INIT.pid + 2, INIT.pid + 1];
+    for call in ["lock", "checkpoint", "restore", "unlock"] {
+        assert_eq!(asked_for(&world, call), [order], "{call}");
+    }
+    let manifest = world.with(|state| state.manifest.clone()).unwrap();
+    let recorded: Vec<_> = manifest.processes.iter().map(|p| (p.order, p.pid)).collect();
+    assert_eq!(recorded, [(0, 20), (1, 30), (2, 40)]);
+}
+
+#[test]
+fn one_that_begins_meanwhile_has_to_be_a_member() {
+    let born = || process(150, true);
+    let world = World::new(2, false).in_job();
+    world.with(|state| {
+        state.births.push(("lock", 0, born()));
+        state.jobs.insert(150, 1);
+    });
+    take(&world, EXIT).unwrap();
+    assert_eq!(world.with(|state| state.manifest.clone()).unwrap().processes.len(), 3);
+
+    for other in [None, Some(2)] {
+        let world = World::new(2, false).in_job();
+        world.with(|state| {
+            state.births.push(("lock", 0, born()));
+            other.map(|job| state.jobs.insert(150, job));
+        });
+        let failure = take(&world, EXIT).unwrap_err();
+        assert!(matches!(failure.left, Left::Running), "{failure}");
+        assert!(failure.to_string().contains("pid 150 (p150)"), "{failure}");
+        assert_eq!(world.states(), [CudaState::Running; 3]);
+    }
+}
+
+#[test]
+fn every_failure_ends_where_the_caller_began() {
+    let calls = ["journal", "lock", "checkpoint", "freeze", "begin", "copy-job", "dump", "sync"];
+    for call in calls {
+        for frozen in [false, true] {
+            let world = World::new(2, frozen).in_job().fault(call, Fault::Error(999), 1);
+            let failure = take(&world, EXIT).unwrap_err();
+            assert_eq!(world.states(), [CudaState::Running; 2], "{call}: {failure}");
+            world.with(|state| {
+                assert!(!state.image_is_whole && !state.ran, "{call}");
+                assert_eq!(state.frozen, frozen, "{call}: {failure}");
+            });
+        }
+    }
+}
+
+#[test]
+fn who_is_not_in_it_and_who_is_in_another_are_named_before_anything_is_touched() {
+    for (job, expected) in [
+        (None, "pid 102 (p102): is not in the job of the other CUDA processes"),
+        (Some(7), "pid 101 (p101) and pid 102 (p102) are in different jobs"),
+    ] {
+        let world = World::new(2, false).in_job();
+        world.with(|state| {
+            state.jobs.remove(&102);
+            job.map(|job| state.jobs.insert(102, job));
+        });
+        // Also with the annotation: nobody knows what the driver does to such a container.
+        let allowed = Annotations { multi_process: true, ..Annotations::default() };
+        let failure = take_with(&world, EXIT, &allowed).unwrap_err();
+        assert!(matches!(failure.left, Left::Untouched), "{failure}");
+        assert!(failure.to_string().contains(expected), "{failure}");
+        assert!(!world.log().contains(&"lock".to_owned()));
+    }
+}
+
+#[test]
+fn a_file_that_cannot_be_used_is_named() {
+    let world = World::new(1, true).in_job().fault("job-files", Fault::Error(1), 1);
+    let failure = take(&world, EXIT).unwrap_err();
+    assert!(matches!(failure.left, Left::Untouched), "{failure}");
+    let expected = "pid 101 (p101): names a job file /x that is a FIFO";
+    assert!(failure.to_string().contains(expected), "{failure}");
+    let world = World::new(1, true).in_job().fault("job-files", Fault::Hang, 1);
+    assert!(matches!(take(&world, EXIT).unwrap_err().left, Left::Untouched));
+}
+
+#[test]
+fn an_old_drivers_jobs_count_for_nothing() {
+    let world = World::new(2, false).in_job();
+    world.with(|state| state.driver = "609.99");
+    let said = world.run(|parts| {
+        let cuda = discover(parts).unwrap();
+        asked(EXIT, &Annotations::default(), |request| checkpoint(parts, request, cuda))
+            .unwrap_err()
+            .to_string()
+    });
+    for way in ["dev.stasis.job=file, which needs driver branch 610", "multi-process=allow"] {
+        assert!(said.contains(way), "{said}");
+    }
+    assert!(!world.log().contains(&"job-files".to_owned()), "no environment is read for it");
+}
+
+#[test]
+fn without_a_job_both_ways_out_are_named_and_what_was_given_in_vain() {
+    let world = World::new(2, false).in_job();
+    world.with(|state| state.jobs.clear());
+    let said = world.run(|parts| {
+        let cuda = discover(parts).unwrap();
+        asked(EXIT, &Annotations::default(), |request| {
+            let request = Request { given_job: Some(identity(1)), ..*request };
+            checkpoint(parts, &request, cuda).unwrap_err().to_string()
+        })
+    });
+    assert!(said.contains("it has a job file, but they were started without"), "{said}");
+    let allowed = Annotations { multi_process: true, ..Annotations::default() };
+    take_with(&world, EXIT, &allowed).unwrap();
+}
+
+#[test]
+fn one_process_on_several_gpus_may_be_in_a_job() {
+    let on_two = |world: &World| {
+        world.with(|state| {
+            state.processes[1].devices = vec!["/dev/nvidia0".into(), "/dev/nvidia1".into()];
+            state.usage_is_unknown = true;
+        });
+    };
+    let world = World::new(1, false);
+    on_two(&world);
+    let said = take(&world, EXIT).unwrap_err().to_string();
+    assert!(said.contains("dev.stasis.job=file") && said.contains("multi-gpu=allow"), "{said}");
+    let world = world.in_job();
+    on_two(&world);
+    take(&world, EXIT).unwrap();
+}
+
+#[test]
+fn a_later_process_goes_on_in_the_same_job() {
+    let parked_world = || {
+        let world = World::new(2, true).in_job();
+        take(&world, After::LeaveRunning).unwrap();
+        // What follows is another process: nothing of the helper is left.
+        world.with(|state| {
+            state.joined = None;
+            state.asked.clear();
+        });
+        let entry = world.with(|state| state.entry.clone()).unwrap();
+        assert_eq!(entry.in_job().unwrap().file, identity(1));
+        (world, entry)
+    };
+    let (world, entry) = parked_world();
+    world.run(|parts| resume(parts, &entry, &World::limits())).unwrap();
+    assert_eq!(world.states(), [CudaState::Running; 2]);
+
+    let (world, entry) = parked_world();
+    world.run(|parts| repair(parts, &entry, INIT, &World::limits())).unwrap();
+    assert_eq!(world.states(), [CudaState::Running; 2]);
+
+    let (world, entry) = parked_world();
+    world.with(|state| state.manifest = None);
+    world.run(|parts| {
+        let cuda = parked(parts, &entry).unwrap();
+        asked(After::LeaveRunning, &Annotations::default(), |request| {
+            again(parts, request, &entry, &cuda).unwrap();
+        });
+    });
+    assert!(world.with(|state| state.manifest.clone()).unwrap().job.is_some());
+}
+
+#[test]
+fn what_a_killed_operation_left_is_put_right_in_its_job() {
+    for calls in 0..40 {
+        let world = World::new(2, false).in_job();
+        let done = world.cut_off_after(calls, || take(&world, After::LeaveRunning));
+        if done.is_some() {
+            assert!(calls > 10);
+            return;
+        }
+        world.with(|state| {
+            state.held.clear();
+            state.joined = None;
+        });
+        if let Some(entry) = world.with(|state| state.entry.clone()) {
+            world.run(|parts| repair(parts, &entry, INIT, &World::limits())).unwrap();
+        }
+        assert_eq!(world.states(), [CudaState::Running; 2], "after {calls} calls");
+        assert!(!world.with(|state| state.frozen), "after {calls} calls");
+    }
+    panic!("it never ended");
+}
+
+#[test]
+fn shared_memory_that_is_lost_is_told_as_what_it_is() {
+    let allowed = Annotations { multi_process: true, ..Annotations::default() };
+    let world = World::new(2, false).fault("restore", Fault::Error(1), 1);
+    let failure = take_with(&world, After::LeaveRunning, &allowed).unwrap_err();
+    let said = failure.to_string();
+    assert!(matches!(failure.left, Left::Killed { .. }), "{said}");
+    for words in ["GPU memory that it shared", "returned 1 (", "/image is kept"] {
+        assert!(said.contains(words), "{said}");
+    }
+    assert!(!said.contains("can be restored"), "{said}");
+    // One process that shared none has lost its GPU, or whatever: it is tried again.
+    let world = World::new(1, false).fault("restore", Fault::Error(1), 2);
+    take(&world, After::LeaveRunning).unwrap();
+}
+
+fn image(count: i32, job: Option<JobFile>) -> Manifest {
+    Manifest {
+        version: manifest::VERSION,
+        driver: manifest::Driver { version: "610.1".into(), cuda: 13000 },
+        processes: (1..=count)
+            .map(|n| manifest::Process {
+                pid: n + 1,
+                command: format!("p{n}"),
+                // The reverse of the pids.
+                order: u32::try_from(count - n).unwrap(),
+                ..manifest::Process::default()
+            })
+            .collect(),
+        job: job.map(|file| manifest::Job { bytes: 1, sha256: DIGEST.into(), file }),
+        ..Manifest::default()
+    }
+}
+
+fn restored(count: i32) -> World {
+    let world = World::new(count, false).in_job();
+    world.with(|state| {
+        for state in state.cuda.values_mut() {
+            *state = CudaState::Checkpointed;
+        }
+    });
+    world
+}
+
+fn run(world: &World, manifest: &Manifest) -> Result<(), Failure> {
+    let (mut driver, mut runtime, mut journal) = (world.clone(), world.clone(), world.clone());
+    let (mut container, mut job) = (world.clone(), world.clone());
+    let found = || {
+        if world.with(|state| state.processes.is_empty()) {
+            return Err(Cause::Gone);
+        }
+        Ok((INIT, Box::new(world.clone()) as Box<dyn Processes>))
+    };
+    let mut parts = RestoreParts {
+        driver: &mut driver,
+        runtime: &mut runtime,
+        journal: &mut journal,
+        container: &mut container,
+        job: &mut job,
+        restored: &found,
+        interrupted: &|| false,
+    };
+    let (container, image) = ("c1", "/image".as_ref());
+    restore(&mut parts, &restore::Request { container, image, manifest, limits: World::limits() })
+}
+
+#[test]
+fn a_restore_places_the_file_first_and_asks_in_the_recorded_order() {
+    let world = restored(3);
+    run(&world, &image(3, Some(JobFile::Made))).unwrap();
+    assert_eq!(world.states(), [CudaState::Running; 3]);
+    let log = world.log();
+    assert!(position(&log, "place-job") < position(&log, "runc-restore"), "{log:?}");
+    assert!(position(&log, "copy-job") < position(&log, "restore"), "its digest is looked at");
+    for call in ["restore", "unlock"] {
+        assert_eq!(asked_for(&world, call), [[103, 102, 101]], "{call}");
+    }
+    assert!(!log.contains(&"take-back-job".to_owned()));
+}
+
+#[test]
+fn restored_processes_with_another_job_file_are_not_given_to_the_driver() {
+    for expected in ["no job", "is not in the job", "not as it was in the checkpoint"] {
+        let world = restored(2);
+        let mut manifest = image(2, Some(JobFile::Dumped));
+        match expected {
+            "no job" => world.with(|state| state.jobs.clear()),
+            "is not in the job" => world.with(|state| assert!(state.jobs.remove(&102).is_some())),
+            _ => manifest.job.as_mut().unwrap().sha256 = "0".repeat(64),
+        }
+        let failure = run(&world, &manifest).unwrap_err();
+        assert!(failure.to_string().contains(expected), "{failure}");
+        assert!(matches!(failure.left, Left::Removed), "{failure}");
+        assert_eq!(asked_for(&world, "restore"), Vec::<Vec<Pid>>::new());
+    }
+}
+
+#[test]
+fn every_failed_restore_takes_its_job_file_back() {
+    for call in
+        ["place-job", "complete", "runc-restore", "nodes", "job-files", "copy-job", "restore"]
+    {
+        let world = restored(2).fault(call, Fault::Error(999), 99);
+        let failure = run(&world, &image(2, Some(JobFile::Made))).unwrap_err();
+        assert!(world.log().contains(&"take-back-job".to_owned()), "{call}: {failure}");
+        let untouched = matches!(failure.left, Left::Untouched);
+        assert_eq!(untouched, matches!(call, "place-job" | "complete"), "{call}: {failure}");
+    }
+}
+
+#[test]
+fn a_refusal_in_a_job_is_not_taken_for_the_loss_without_one() {
+    let world = restored(2).fault("restore", Fault::Error(1), 99);
+    let failure = run(&world, &image(2, Some(JobFile::Made))).unwrap_err();
+    assert!(matches!(failure.cause, Cause::Driver { .. }), "{failure}");
+    let world = restored(2).fault("restore", Fault::Error(1), 99);
+    world.with(|state| state.jobs.clear());
+    let failure = run(&world, &image(2, None)).unwrap_err();
+    assert!(matches!(failure.cause, Cause::SharedLost { .. }), "{failure}");
+    assert!(failure.to_string().contains("the image cannot bring it back"), "{failure}");
+}
