@@ -116,9 +116,11 @@ impl Annotations {
         all: impl IntoIterator<Item = (&'a str, &'a str)>,
         policy: &AnnotationPolicy,
     ) -> Result<Self, AnnotationError> {
+        let all: Vec<_> = all.into_iter().collect();
         // Sorted, because annotations come out of a hash map: the same container must get the
         // same error each time.
-        let ours: BTreeMap<_, _> = all.into_iter().filter(|(k, _)| k.starts_with(PREFIX)).collect();
+        let ours: BTreeMap<_, _> =
+            all.iter().copied().filter(|(k, _)| k.starts_with(PREFIX)).collect();
         let mut out = Self::default();
         for (key, value) in ours {
             let name = AnnotationName::ALL
@@ -141,9 +143,19 @@ impl Annotations {
                 }
             }
         }
+        // A pod's annotations are its sandbox's, too, in which nothing computes.
+        if SANDBOX.iter().any(|sandbox| all.contains(sandbox)) {
+            out.job = false;
+        }
         Ok(out)
     }
 }
+
+/// How containerd and CRI-O mark the container that only holds a pod's namespaces.
+const SANDBOX: [(&str, &str); 2] = [
+    ("io.kubernetes.cri.container-type", "sandbox"),
+    ("io.kubernetes.cri-o.ContainerType", "sandbox"),
+];
 
 /// A switch has one value. There is no 'deny': leaving the annotation out says that.
 fn only(expected: &str, value: &str) -> Result<bool, String> {
@@ -263,6 +275,15 @@ mod tests {
             parse(&[("dev.stasis.job", "allow")]).unwrap_err(),
             "annotation dev.stasis.job has the value `allow`: expected \"file\""
         );
+    }
+
+    #[test]
+    fn a_pods_sandbox_is_given_no_job() {
+        let job = ("dev.stasis.job", "file");
+        let kind = "io.kubernetes.cri.container-type";
+        assert!(!parse(&[job, (kind, "sandbox")]).unwrap().job);
+        assert!(parse(&[job, (kind, "container")]).unwrap().job);
+        assert!(!parse(&[job, ("io.kubernetes.cri-o.ContainerType", "sandbox")]).unwrap().job);
     }
 
     #[test]
