@@ -12,6 +12,7 @@ use std::time::Duration;
 
 use crate::cuda_error::{CudaError, Result, code};
 use crate::faults::{self, Call, What};
+use crate::ipc::{Exported, IpcHandle};
 use crate::kernels::{KERNELS, Work};
 use crate::settings::{Settings, Uuid};
 use crate::store::StoreLock;
@@ -24,6 +25,9 @@ type Out<'a, T> = Option<&'a mut MaybeUninit<T>>;
 const CONTEXT: usize = 0x1000_0000;
 const MODULE: usize = 0x2000_0000;
 const FUNCTION: usize = 0x3000_0000;
+
+/// `CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS`, which cuda.h demands.
+const LAZY_ENABLE_PEER_ACCESS: c_uint = 1;
 
 fn put<T>(out: Out<'_, T>, value: T) -> Result<()> {
     out.ok_or(CudaError::INVALID_VALUE)?.write(value);
@@ -258,6 +262,36 @@ extern "C" fn cuMemHostGetDevicePointer_v2(
 #[unsafe(no_mangle)]
 extern "C" fn cuMemHostUnregister(start: u64) -> c_int {
     code(&target::call_in_order(|gpu| gpu.memory.unregister(start)))
+}
+
+#[unsafe(no_mangle)]
+extern "C" fn cuIpcGetMemHandle(handle: Out<'_, IpcHandle>, address: u64) -> c_int {
+    put_with(handle, || target::call(|gpu| gpu.memory.export(address).map(IpcHandle::from)))
+}
+
+#[unsafe(no_mangle)]
+extern "C" fn cuIpcOpenMemHandle_v2(
+    address: Out<'_, u64>,
+    handle: IpcHandle,
+    flags: c_uint,
+) -> c_int {
+    put_with(address, || {
+        if flags != LAZY_ENABLE_PEER_ACCESS {
+            return Err(CudaError::INVALID_VALUE);
+        }
+        let exported = Exported::try_from(handle)?;
+        target::call(|gpu| gpu.memory.import(exported))
+    })
+}
+
+#[unsafe(no_mangle)]
+extern "C" fn cuIpcOpenMemHandle(address: Out<'_, u64>, handle: IpcHandle, flags: c_uint) -> c_int {
+    cuIpcOpenMemHandle_v2(address, handle, flags)
+}
+
+#[unsafe(no_mangle)]
+extern "C" fn cuIpcCloseMemHandle(address: u64) -> c_int {
+    code(&target::call_in_order(|gpu| gpu.memory.close(address)))
 }
 
 #[unsafe(no_mangle)]

@@ -11,7 +11,7 @@ use crate::faults::{self, Call, What};
 use crate::mailbox::{Action, Posted};
 use crate::settings::Uuid;
 use crate::store::{self, Entry, Key};
-use crate::target::State;
+use crate::target::{self, State};
 
 /// How often a caller looks for its reply.
 const POLL: Duration = Duration::from_micros(500);
@@ -123,8 +123,11 @@ impl Peer {
 
     /// Asks and waits, for ever if the target is frozen. Returns the target's state.
     fn ask(&self, action: &Action) -> Result<i32> {
+        // To ask for the state nobody has to be of the job.
+        let asks = *action == Action::State;
+        let caller = if asks { None } else { target::as_caller()? };
         let posted = loop {
-            if let Some(posted) = Posted::post(&self.entry, action)? {
+            if let Some(posted) = Posted::post(&self.entry, caller, action)? {
                 break posted;
             }
             if !self.is_alive() {

@@ -1,19 +1,23 @@
 //! An emulated `libcuda.so.1` and `libnvidia-ml.so.1` for machines without a GPU.
 //!
 //! It behaves as driver 580 was measured, the awkward parts included, so that
-//! tests fail where the real driver would fail:
+//! tests fail where the real driver would fail. What 590 and 610 do beyond that is
+//! assumed from NVIDIA's words.
 //!
 //! - `cuInit` starts the restore thread (named `cuda` and 11 digits), the first
 //!   context `cuda-EvtHandlr`. The restore thread does all checkpoint work, so a
 //!   frozen process answers nothing and no timeout fires. A lock needs both
 //!   threads, everything else the restore thread alone.
 //! - A restore that fails for want of memory is final: 304 from then on, also when
-//!   there is room again.
+//!   there is room again. So is one of memory that another process shares with this
+//!   one, but for driver 610 in a job (module `job`).
 //! - Device memory is not in the process. It is kept in files of the *store*
 //!   under the process's key: pid namespace and pid inside it. The key is
 //!   computed again at each use, since a CRIU restore changes it.
 //! - Requests and replies are plain files that are polled. A checkpointed
 //!   process holds no descriptor and no mapping of the device or the store.
+//! - Memory opened by an IPC handle stays in the exporter's files, found by the
+//!   exporter's pid in this process's pid namespace.
 //! - Kernels are known by name ([`KERNELS`]): there is no PTX interpreter. A
 //!   module may name others, `cuModuleGetFunction` then says `NOT_FOUND`.
 //!
@@ -24,6 +28,8 @@
 //! | `EMULATED_GPU_DIR` | the store | `/dev/nvidia-emulated` |
 //! | `EMULATED_GPU_DEVICE` | device node of every GPU | `/dev/nvidia<N>` |
 //!
+//! `CUDA_CHECKPOINT_JOB_FILE` is what it is for the real driver.
+//!
 //! `STORE/config` and `STORE/faults` are described at [`settings`] and
 //! [`faults`]. A line that cannot be read is reported on stderr and makes the
 //! call return 999.
@@ -33,6 +39,8 @@ mod abi_nvml;
 mod caller;
 mod cuda_error;
 pub mod faults;
+mod ipc;
+mod job;
 mod kernels;
 mod mailbox;
 mod memory;
@@ -41,6 +49,7 @@ mod raw;
 pub mod settings;
 mod store;
 mod target;
+pub mod utility;
 
 pub use kernels::KERNELS;
 

@@ -17,11 +17,15 @@ use std::os::unix::fs::MetadataExt;
 
 use nix::fcntl::Flock;
 
+use crate::job::Caller;
 use crate::settings::Uuid;
 use crate::store::{self, Entry, Key};
 
 /// Name of the one request that may lie in an entry.
 const REQUEST: &str = "request";
+
+/// Stands for the job of a caller that has none.
+const NO_JOB: &str = "-";
 
 /// What is asked of a target.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -81,9 +85,14 @@ pub(crate) struct Posted {
 impl Posted {
     /// Puts a request before the process; nothing if another request is there, which
     /// must be taken first.
-    pub(crate) fn post(entry: &Entry, action: &Action) -> io::Result<Option<Self>> {
+    pub(crate) fn post(
+        entry: &Entry,
+        caller: Option<Caller>,
+        action: &Action,
+    ) -> io::Result<Option<Self>> {
         let id = store::unique();
-        let text = format!("{id} {}\n", action.to_text());
+        let caller = caller.map_or_else(|| NO_JOB.to_owned(), Caller::to_word);
+        let text = format!("{id} {caller} {}\n", action.to_text());
         let lock = store::publish(entry, REQUEST, &text)?;
         Ok(lock.map(|lock| Self { entry: entry.clone(), id, lock }))
     }
@@ -113,6 +122,8 @@ pub(crate) struct Taken {
     entry: Entry,
     id: String,
     request: File,
+    /// The job file that the caller names.
+    pub(crate) caller: Option<Caller>,
     pub(crate) action: Action,
 }
 
@@ -130,8 +141,10 @@ pub(crate) fn take(key: Key) -> Option<Taken> {
     if entry.remove(REQUEST).is_err() || !store::is_locked(&request) {
         return None;
     }
-    let (id, action) = text.split_once(' ')?;
-    Some(Taken { entry, id: id.to_owned(), request, action: Action::from_text(action)? })
+    let (id, rest) = text.split_once(' ')?;
+    let (caller, action) = rest.split_once(' ')?;
+    let caller = Caller::from_word(caller);
+    Some(Taken { entry, id: id.to_owned(), request, caller, action: Action::from_text(action)? })
 }
 
 impl Taken {

@@ -5,6 +5,7 @@ use std::fs::{File, OpenOptions};
 use std::os::unix::fs::FileExt;
 
 use crate::cuda_error::{CudaError, Result};
+use crate::ipc::Exported;
 use crate::raw::{self, AnonMapping};
 use crate::store::{Key, StoreLock};
 
@@ -20,6 +21,13 @@ pub(crate) struct Allocation {
     /// Index of the GPU in the machine; a restore may change it, the address stays.
     pub(crate) gpu: u32,
     pub(crate) bytes: u64,
+}
+
+/// Memory of another process that this one has opened. It counts as the other's alone.
+struct Import {
+    from: Exported,
+    /// How often it was opened and not closed.
+    opened: u32,
 }
 
 enum HostRange {
@@ -42,6 +50,7 @@ impl HostRange {
 /// All memory that kernels of this process can reach.
 pub(crate) struct Memory {
     device: BTreeMap<u64, Allocation>,
+    imports: BTreeMap<u64, Import>,
     host: BTreeMap<u64, HostRange>,
     next: u64,
 }
@@ -54,7 +63,12 @@ enum Place {
 
 impl Memory {
     pub(crate) fn new() -> Self {
-        Self { device: BTreeMap::new(), host: BTreeMap::new(), next: BASE }
+        Self {
+            device: BTreeMap::new(),
+            imports: BTreeMap::new(),
+            host: BTreeMap::new(),
+            next: BASE,
+        }
     }
 
     /// Allocates device memory on a GPU that has `size` bytes.
@@ -69,6 +83,51 @@ impl Memory {
         self.device.insert(address, Allocation { gpu, bytes });
         self.next += bytes.div_ceil(ALIGNMENT) * ALIGNMENT;
         Ok(address)
+    }
+
+    /// Names device memory to other processes; the address is that of `allocate`.
+    pub(crate) fn export(&self, address: u64) -> Result<Exported> {
+        let allocation = self.device.get(&address).ok_or(CudaError::INVALID_VALUE)?;
+        let pid = i32::try_from(std::process::id()).map_err(|_| CudaError::UNKNOWN)?;
+        Ok(Exported { pid, gpu: allocation.gpu, address, bytes: allocation.bytes })
+    }
+
+    /// Makes another process's memory reachable; once more gives the same address.
+    ///
+    /// Assumed, not measured: that one's own memory is an invalid context (201), and
+    /// what is not there an invalid value.
+    pub(crate) fn import(&mut self, from: Exported) -> Result<u64> {
+        if from.pid.cast_unsigned() == std::process::id() {
+            return Err(CudaError::INVALID_CONTEXT);
+        }
+        if let Some((address, import)) = self.imports.iter_mut().find(|i| i.1.from == from) {
+            import.opened += 1;
+            return Ok(*address);
+        }
+        let path = Key::beside(from.pid)?.entry().memory(from.gpu, from.address);
+        let there = std::fs::metadata(path).is_ok_and(|file| file.len() == from.bytes);
+        if !there {
+            return Err(CudaError::INVALID_VALUE);
+        }
+        let address = self.next;
+        self.next += from.bytes.div_ceil(ALIGNMENT) * ALIGNMENT;
+        self.imports.insert(address, Import { from, opened: 1 });
+        Ok(address)
+    }
+
+    /// Undoes one `import`.
+    pub(crate) fn close(&mut self, address: u64) -> Result<()> {
+        let import = self.imports.get_mut(&address).ok_or(CudaError::INVALID_VALUE)?;
+        import.opened -= 1;
+        if import.opened == 0 {
+            self.imports.remove(&address);
+        }
+        Ok(())
+    }
+
+    /// Whether memory of other processes is open.
+    pub(crate) fn has_imports(&self) -> bool {
+        !self.imports.is_empty()
     }
 
     /// Allocates memory that host and GPU share. Where the real driver moves its
@@ -145,6 +204,9 @@ impl Memory {
         for allocation in self.device.values_mut() {
             allocation.gpu = gpu(allocation.gpu);
         }
+        for import in self.imports.values_mut() {
+            import.from.gpu = gpu(import.from.gpu);
+        }
     }
 
     /// Copies from memory that the GPU can reach.
@@ -198,13 +260,17 @@ impl Memory {
         if self.host_range(address, bytes) {
             return Ok(Place::Host);
         }
-        let (start, allocation) = self
-            .device
-            .range(..=address)
-            .next_back()
-            .filter(|(start, allocation)| inside(address, bytes, **start, allocation.bytes))
-            .ok_or(CudaError::INVALID_VALUE)?;
-        let path = Key::own()?.entry().memory(allocation.gpu, *start);
+        let own = self.device.range(..=address).next_back();
+        let own = own.filter(|(start, range)| inside(address, bytes, **start, range.bytes));
+        let import = self.imports.range(..=address).next_back();
+        let import = import.filter(|(start, i)| inside(address, bytes, **start, i.from.bytes));
+        let (start, path) = match (own, import) {
+            (Some((start, range)), _) => (start, Key::own()?.entry().memory(range.gpu, *start)),
+            (None, Some((start, Import { from, .. }))) => {
+                (start, Key::beside(from.pid)?.entry().memory(from.gpu, from.address))
+            }
+            (None, None) => return Err(CudaError::INVALID_VALUE),
+        };
         // Memory that is gone was lost with the GPU, for instance by a dump without a checkpoint.
         let file = OpenOptions::new()
             .read(true)

@@ -5,7 +5,7 @@
 //!
 //! | key | meaning | default |
 //! |---|---|---|
-//! | `driver` | driver version | `580.159.04` |
+//! | `driver` | driver version; what is before the first dot is the branch, which decides what the driver can do | `580.159.04` |
 //! | `cuda` | CUDA version as `cuDriverGetVersion` gives it | `13000` |
 //! | `gpus` | number of GPUs | `1` |
 //! | `memory` | bytes per GPU | `8589934592` |
@@ -75,7 +75,10 @@ impl FromStr for Settings {
             let (key, value) = line.split_once('=').ok_or_else(|| format!("no '=' in: {line}"))?;
             let (key, value) = (key.trim(), value.trim());
             match key {
-                "driver" => settings.driver = value.into(),
+                "driver" => {
+                    number::<u32>(key, value.split('.').next().unwrap_or_default())?;
+                    settings.driver = value.into();
+                }
                 "cuda" => settings.cuda = number(key, value)?,
                 "gpus" => settings.gpus = number(key, value)?,
                 "memory" => settings.memory = number(key, value)?,
@@ -102,6 +105,13 @@ impl Settings {
             Err(error) if error.kind() == ErrorKind::NotFound => Ok(Self::default()),
             Err(error) => Err(error.into()),
         }
+    }
+
+    /// The branch of the driver, such as 580.
+    #[must_use]
+    pub fn branch(&self) -> u32 {
+        let branch = self.driver.split('.').next();
+        branch.and_then(|number| number.parse().ok()).unwrap_or_default()
     }
 
     /// UUID of the machine's GPU `index`.
@@ -135,6 +145,14 @@ pub fn format_uuid(uuid: &Uuid) -> String {
         let _ = write!(text, "{byte:02x}");
     }
     text
+}
+
+/// The UUID that [`format_uuid`] has written.
+#[must_use]
+pub fn parse_uuid(text: &str) -> Option<Uuid> {
+    let digits = text.strip_prefix("GPU-")?.replace('-', "");
+    let uuid = u128::from_str_radix(&digits, 16).ok()?.to_be_bytes();
+    (format_uuid(&uuid) == text).then_some(uuid)
 }
 
 /// The store of this process. The answer never changes: a program may alter its
@@ -181,6 +199,7 @@ mod tests {
             reserve_bytes: 6,
         };
         assert_eq!(settings, expected);
+        assert_eq!((settings.branch(), Settings::default().branch()), (610, 580));
     }
 
     #[test]
@@ -188,6 +207,7 @@ mod tests {
         assert!("memry=1".parse::<Settings>().unwrap_err().contains("memry"));
         assert!("memory=8GiB".parse::<Settings>().unwrap_err().contains("8GiB"));
         assert!("memory".parse::<Settings>().is_err());
+        assert!("driver=new".parse::<Settings>().is_err());
     }
 
     #[test]
@@ -197,5 +217,7 @@ mod tests {
         assert_ne!(here.uuid(0), here.uuid(1));
         assert_ne!(here.uuid(0), there.uuid(0));
         assert_eq!(format_uuid(&here.uuid(1)), "GPU-e05e1a7e-0000-0000-0000-000000000001");
+        assert_eq!(parse_uuid(&format_uuid(&there.uuid(3))), Some(there.uuid(3)));
+        assert_eq!(parse_uuid("GPU-e05e1a7e"), None);
     }
 }

@@ -3,6 +3,7 @@
 //! ```text
 //! STORE/config, faults     written by the test
 //! STORE/faults.count       how often each fault has fired
+//! STORE/machine            a random number that tells this machine from others
 //! STORE/lock               held while memory is counted or changes
 //! STORE/<ns>-<pid>/        one process: inode of its pid namespace, pid inside it
 //!     alive                locked (flock) as long as the process has a context on the GPU
@@ -15,8 +16,9 @@
 //! tested from any pid namespace. So whoever counts memory removes what the dead left.
 
 use std::fmt;
-use std::fs::{self, File, OpenOptions};
+use std::fs::{self, File, OpenOptions, Permissions};
 use std::io::{self, ErrorKind};
+use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 
 use nix::errno::Errno;
@@ -56,6 +58,12 @@ impl Key {
         Ok(Self { namespace: pid_namespace(&pid.to_string())?, pid: inner })
     }
 
+    /// The key of the process that has `pid` in this process's own pid namespace, which
+    /// this process need not see in /proc.
+    pub(crate) fn beside(pid: i32) -> io::Result<Self> {
+        Ok(Self { namespace: pid_namespace("self")?, pid })
+    }
+
     /// The directory of the process.
     pub(crate) fn entry(self) -> Entry {
         Entry { dir: store_dir().join(self.to_string()) }
@@ -90,6 +98,14 @@ impl Entry {
         &self.dir
     }
 
+    /// Creates the directory if it is not there. Whoever asks first does, so it is not
+    /// always the process itself.
+    fn make(&self) -> io::Result<()> {
+        fs::create_dir_all(&self.dir)?;
+        for_everybody(&File::open(&self.dir)?);
+        Ok(())
+    }
+
     /// Where an allocation lies.
     pub(crate) fn memory(&self, gpu: u32, address: u64) -> PathBuf {
         self.dir.join(format!("mem-{gpu}-{address:x}"))
@@ -97,7 +113,7 @@ impl Entry {
 
     /// Writes a file so that readers see all of it or nothing.
     pub(crate) fn write(&self, name: &str, text: &str) -> io::Result<()> {
-        fs::create_dir_all(&self.dir)?;
+        self.make()?;
         let temporary = self.dir.join(format!("tmp-{}-{name}", unique()));
         fs::write(&temporary, text)?;
         fs::rename(temporary, self.dir.join(name))
@@ -158,12 +174,13 @@ impl StoreLock {
         fs::create_dir_all(store_dir())?;
         let path = store_dir().join("lock");
         let file = OpenOptions::new().create(true).truncate(false).write(true).open(path)?;
+        for_everybody(&file);
         Ok(Self { _lock: lock(file)? })
     }
 
     /// Takes over the process's entry; memory under it is an earlier process's.
     pub(crate) fn claim(&self, entry: &Entry) -> io::Result<Alive> {
-        fs::create_dir_all(entry.dir())?;
+        entry.make()?;
         entry.remove_memory()?;
         let file = File::create(entry.dir().join("alive"))?;
         Ok(Alive { _lock: lock(file)? })
@@ -211,6 +228,16 @@ impl StoreLock {
     }
 }
 
+/// The processes of a machine are different users', and its GPU is for all of them.
+fn for_everybody(file: &File) {
+    let Ok(metadata) = file.metadata() else { return };
+    let mode = if metadata.is_dir() { 0o777 } else { 0o666 };
+    if metadata.mode() & mode != mode {
+        // Whoever made it is about to do the same.
+        let _ = file.set_permissions(Permissions::from_mode(mode));
+    }
+}
+
 fn lock(mut file: File) -> io::Result<Flock<File>> {
     loop {
         match Flock::lock(file, FlockArg::LockExclusive) {
@@ -233,7 +260,7 @@ pub(crate) fn is_locked(file: &File) -> bool {
 /// A locked file, under its final name only once it is whole and locked; nothing if
 /// that name is taken.
 pub(crate) fn publish(entry: &Entry, name: &str, text: &str) -> io::Result<Option<Flock<File>>> {
-    fs::create_dir_all(entry.dir())?;
+    entry.make()?;
     let temporary = entry.dir().join(format!("tmp-{}", unique()));
     fs::write(&temporary, text)?;
     let lock = lock(OpenOptions::new().write(true).open(&temporary)?)?;
@@ -252,6 +279,27 @@ pub(crate) fn remove_if_there(path: &Path) -> io::Result<()> {
         Err(error) if error.kind() != ErrorKind::NotFound => Err(error),
         _ => Ok(()),
     }
+}
+
+/// The number of this machine.
+pub(crate) fn machine() -> io::Result<u128> {
+    let path = store_dir().join("machine");
+    let _lock = StoreLock::take()?;
+    match fs::read_to_string(&path) {
+        Ok(text) => u128::from_str_radix(text.trim_end(), 16).map_err(io::Error::other),
+        Err(error) if error.kind() == ErrorKind::NotFound => {
+            let machine = random()?;
+            fs::write(path, format!("{machine:032x}\n"))?;
+            Ok(machine)
+        }
+        Err(error) => Err(error),
+    }
+}
+
+/// A number that nobody can guess, and never zero.
+pub(crate) fn random() -> io::Result<u128> {
+    let uuid = fs::read_to_string("/proc/sys/kernel/random/uuid")?;
+    u128::from_str_radix(&uuid.trim_end().replace('-', ""), 16).map_err(io::Error::other)
 }
 
 /// A name that no other process or thread uses.

@@ -4,7 +4,7 @@
 use std::ffi::OsStr;
 
 use crate::PTX;
-use crate::ffi::Library;
+use crate::ffi::{IpcHandle, Library};
 use crate::shared::SharedFlags;
 
 /// A CUDA call that failed.
@@ -41,6 +41,15 @@ pub struct Pattern {
     words: u64,
     wrong: u64,
 }
+
+/// A counter and a pattern in one allocation, which processes can share.
+pub struct Segment {
+    address: u64,
+    pattern: Pattern,
+}
+
+/// Bytes before the pattern of a segment; the counter is the first word.
+const SEGMENT_HEAD: usize = 256;
 
 /// The flags as the GPU sees them.
 #[derive(Clone, Copy)]
@@ -98,11 +107,15 @@ impl Gpu {
             words,
             wrong: self.library.allocate(4)?,
         };
-        let arguments = &mut [pattern.address, words, SEED.into()];
+        self.fill(&pattern)?;
+        Ok(pattern)
+    }
+
+    fn fill(&self, pattern: &Pattern) -> Result<()> {
+        let arguments = &mut [pattern.address, pattern.words, SEED.into()];
         // SAFETY: the parameters of the kernel, the pointer with `words` words.
         unsafe { self.library.launch(self.kernels.fill, 256, 256, arguments) }?;
-        self.library.synchronize()?;
-        Ok(pattern)
+        self.library.synchronize()
     }
 
     /// Compares all of the pattern; the number of words that differ.
@@ -149,6 +162,51 @@ impl Gpu {
     /// Free and total bytes of the GPU.
     pub fn memory_info(&self) -> Result<(usize, usize)> {
         self.library.memory_info()
+    }
+
+    /// Allocates a segment: the counter at 100, then `mib` MiB of pattern.
+    pub fn segment(&self, mib: usize) -> Result<Segment> {
+        let segment =
+            self.place_segment(self.library.allocate(SEGMENT_HEAD + (mib << 20))?, mib)?;
+        self.library.set_words(segment.address, 100, 1)?;
+        self.fill(&segment.pattern)?;
+        Ok(segment)
+    }
+
+    /// A handle with which other processes open the segment.
+    pub fn export(&self, segment: &Segment) -> Result<IpcHandle> {
+        self.library.export(segment.address)
+    }
+
+    /// Opens another process's segment.
+    pub fn import(&self, handle: IpcHandle, mib: usize) -> Result<Segment> {
+        self.place_segment(self.library.import(handle)?, mib)
+    }
+
+    /// Closes what `import` has opened.
+    pub fn close(&self, segment: &Segment) -> Result<()> {
+        self.library.close(segment.address)
+    }
+
+    fn place_segment(&self, address: u64, mib: usize) -> Result<Segment> {
+        let pattern = Pattern {
+            address: address + SEGMENT_HEAD as u64,
+            words: (mib << 20) as u64 / 4,
+            wrong: self.library.allocate(4)?,
+        };
+        Ok(Segment { address, pattern })
+    }
+
+    /// Adds one to the counter of a segment, by a kernel of this process.
+    pub fn increment_in(&self, segment: &Segment) -> Result<()> {
+        // SAFETY: one parameter, a pointer to the first word.
+        unsafe { self.library.launch(self.kernels.increment, 1, 1, &mut [segment.address]) }?;
+        self.library.synchronize()
+    }
+
+    /// The counter of a segment, and how many words of its pattern differ.
+    pub fn look_at(&self, segment: &Segment) -> Result<(u32, u32)> {
+        Ok((self.word(segment.address)?, self.mismatches(&segment.pattern)?))
     }
 
     /// Lets the GPU reach flags that processes share.

@@ -39,6 +39,9 @@ driver! {
     copy_to_host: b"cuMemcpyDtoH_v2\0"(*mut c_void, u64, usize);
     set_words: b"cuMemsetD32_v2\0"(u64, c_uint, usize);
     memory_info: b"cuMemGetInfo_v2\0"(*mut usize, *mut usize);
+    ipc_get: b"cuIpcGetMemHandle\0"(*mut IpcHandle, u64);
+    ipc_open: b"cuIpcOpenMemHandle_v2\0"(*mut u64, IpcHandle, c_uint);
+    ipc_close: b"cuIpcCloseMemHandle\0"(u64);
     host_register: b"cuMemHostRegister_v2\0"(*mut c_void, usize, c_uint);
     host_device_pointer: b"cuMemHostGetDevicePointer_v2\0"(*mut u64, *mut c_void, c_uint);
     module_load: b"cuModuleLoadData\0"(*mut usize, *const c_void);
@@ -50,12 +53,19 @@ driver! {
     );
 }
 
+/// `CUipcMemHandle`: what another process needs to open an allocation.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct IpcHandle(pub [u8; 64]);
+
 fn check(call: &'static str, code: c_int) -> Result<()> {
     if code == 0 { Ok(()) } else { Err(Error { call, code }) }
 }
 
 /// `CU_MEM_ATTACH_GLOBAL`
 const ATTACH_GLOBAL: c_uint = 1;
+/// `CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS`
+const LAZY_ENABLE_PEER_ACCESS: c_uint = 1;
 /// `CU_MEMHOSTREGISTER_DEVICEMAP`
 const DEVICE_MAP: c_uint = 2;
 
@@ -130,6 +140,26 @@ impl Library {
         let code = unsafe { (self.memory_info)(&raw mut free, &raw mut total) };
         check("cuMemGetInfo", code)?;
         Ok((free, total))
+    }
+
+    pub(crate) fn export(&self, address: u64) -> Result<IpcHandle> {
+        let mut handle = IpcHandle([0; 64]);
+        // SAFETY: see above.
+        check("cuIpcGetMemHandle", unsafe { (self.ipc_get)(&raw mut handle, address) })?;
+        Ok(handle)
+    }
+
+    pub(crate) fn import(&self, handle: IpcHandle) -> Result<u64> {
+        let mut address = 0;
+        // SAFETY: see above.
+        let code = unsafe { (self.ipc_open)(&raw mut address, handle, LAZY_ENABLE_PEER_ACCESS) };
+        check("cuIpcOpenMemHandle", code)?;
+        Ok(address)
+    }
+
+    pub(crate) fn close(&self, address: u64) -> Result<()> {
+        // SAFETY: an address of the GPU, which the driver checks.
+        check("cuIpcCloseMemHandle", unsafe { (self.ipc_close)(address) })
     }
 
     /// Registers host memory; the address at which the GPU sees it.

@@ -8,7 +8,7 @@ mod ffi;
 pub mod shared;
 pub mod ticker;
 
-pub use ffi::Library;
+pub use ffi::{IpcHandle, Library};
 
 /// The kernels. Valid for any real GPU from `sm_50` on; the emulated one knows them by name.
 pub const PTX: &str = include_str!("kernels.ptx");

@@ -49,6 +49,24 @@ impl Machine {
         Running(child)
     }
 
+    /// An `ipc` group, when all are in.
+    fn ipc(&self, port: u16, arguments: &str) -> Running {
+        let port = port.to_string();
+        let mut all = vec!["--port", &port, "--ready", "ready", "--socket", "socket"];
+        all.extend(arguments.split_whitespace());
+        let running = self.run(env!("CARGO_BIN_EXE_ipc"), &all);
+        wait_for(|| self.path("ready").exists());
+        running
+    }
+
+    /// One more member of the group, by its pid.
+    fn join(&self) -> i32 {
+        let arguments = ["--join", "--socket", "socket", "--ready", "joined"];
+        let mut running = self.run(env!("CARGO_BIN_EXE_ipc"), &arguments);
+        assert!(running.0.wait().unwrap().success());
+        fs::read_to_string(self.path("joined")).unwrap().trim().parse().unwrap()
+    }
+
     fn counter(&self, port: u16, arguments: &str) -> Running {
         let port = port.to_string();
         let mut all = vec!["--port", &port, "--bind", "127.0.0.1", "--ready", "ready"];
@@ -190,4 +208,78 @@ fn independent_ranks_have_a_port_each() {
         let count: u32 = ask(port, "step").trim().parse().unwrap();
         assert!(count >= 1);
     }
+}
+
+/// Whether the process has ended, also when nobody has waited for it yet.
+fn is_gone(pid: i32) -> bool {
+    let stat = fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
+    !stat.contains(") ") || stat.contains(") Z ")
+}
+
+fn has_ended(running: &mut Running) -> bool {
+    running.0.try_wait().unwrap().is_some()
+}
+
+#[test]
+fn members_see_what_all_have_added() {
+    for (options, most) in [("3 --log log", 1), ("3 --log log --no-share", 4)] {
+        let machine = Machine::new();
+        let port = free_port(1);
+        let mut group = machine.ipc(port, options);
+        assert_eq!([ask(port, ""), ask(port, "?")], ["103\n", "106\n"]);
+        let joined = machine.join();
+        for fd in 0..3 {
+            let file = fs::read_link(format!("/proc/{joined}/fd/{fd}")).unwrap();
+            assert_eq!(file, Path::new("/dev/null"));
+        }
+        assert_eq!([ask(port, ""), ask(port, "")], ["110\n", "114\n"]);
+        assert_eq!(lines(&machine.path("log")), ["103", "106", "110", "114"]);
+        let entries = fs::read_dir(machine.path("store")).unwrap().flatten();
+        let files = entries.filter_map(|entry| fs::read_dir(entry.path()).ok()).flatten().flatten();
+        let segments = files.filter(|file| file.metadata().unwrap().len() > 1 << 20).count();
+        assert_eq!(segments, most, "{options}");
+        // Without the exporter there is nothing for the others.
+        group.0.kill().unwrap();
+        wait_for(|| is_gone(joined));
+    }
+}
+
+#[test]
+fn a_member_that_ends_ends_all() {
+    let machine = Machine::new();
+    let port = free_port(1);
+    let mut group = machine.ipc(port, "3");
+    let joined = nix::unistd::Pid::from_raw(machine.join());
+    assert_eq!(ask(port, ""), "104\n");
+    nix::sys::signal::kill(joined, nix::sys::signal::Signal::SIGKILL).unwrap();
+    wait_for(|| has_ended(&mut group));
+}
+
+#[test]
+fn what_was_seen_wrongly_is_the_answer_for_ever() {
+    let machine = Machine::new();
+    let port = free_port(1);
+    let _group = machine.ipc(port, "2");
+    assert_eq!(ask(port, ""), "102\n");
+    let entries = fs::read_dir(machine.path("store")).unwrap().flatten();
+    let mut files = entries.filter_map(|entry| fs::read_dir(entry.path()).ok()).flatten().flatten();
+    let segment = files.find(|file| file.metadata().unwrap().len() > 1 << 20).unwrap().path();
+    let whole = fs::read(&segment).unwrap();
+    let mut damaged = whole.clone();
+    damaged[300] ^= 1;
+    fs::write(&segment, damaged).unwrap();
+    assert_eq!(ask(port, ""), "member 0 sees 104 and 1 wrong words, not 104\n");
+    fs::write(&segment, whole).unwrap();
+    assert_eq!(ask(port, ""), "member 0 sees 104 and 1 wrong words, not 104\n");
+}
+
+#[test]
+fn who_cannot_join_does_no_harm() {
+    let machine = Machine::new();
+    let port = free_port(1);
+    let _group = machine.ipc(port, "2 --tick 20 --log log");
+    drop(std::os::unix::net::UnixStream::connect(machine.path("socket")).unwrap());
+    let before = lines(&machine.path("log")).len();
+    wait_for(|| lines(&machine.path("log")).len() > before + 3);
+    assert_eq!(lines(&machine.path("log"))[..2], ["102", "104"]);
 }

@@ -15,9 +15,15 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use stasis_workloads::Library;
-use stasis_workloads::cuda::{Error, Gpu};
+use stasis_workloads::cuda::{Error, Gpu, Segment};
+use stasis_workloads::{IpcHandle, Library};
 use tempfile::TempDir;
+
+/// The variable that names a job file.
+pub(crate) const JOB: &str = "CUDA_CHECKPOINT_JOB_FILE";
+
+/// The command that cargo built for this test.
+pub(crate) const UTILITY: &str = env!("CARGO_BIN_EXE_cuda-checkpoint");
 
 /// Stands for `/dev/nvidia0`.
 const DEVICE: &str = "/dev/zero";
@@ -47,6 +53,8 @@ pub(crate) fn driver() -> PathBuf {
 /// A machine with an emulated GPU.
 pub(crate) struct Machine {
     dir: TempDir,
+    /// For files that are not the store's.
+    files: TempDir,
 }
 
 impl Machine {
@@ -58,7 +66,7 @@ impl Machine {
     pub(crate) fn with(config: &str) -> Self {
         let dir = tempfile::tempdir().unwrap();
         fs::write(dir.path().join("config"), format!("cuinit-ms=0\n{config}")).unwrap();
-        Self { dir }
+        Self { dir, files: tempfile::tempdir().unwrap() }
     }
 
     pub(crate) fn store(&self) -> &Path {
@@ -130,6 +138,49 @@ impl Machine {
     /// The target's state, which must be had without an error.
     pub(crate) fn state(&self, target: &Process) -> i32 {
         self.ask(&format!("state-value {}", target.pid))[0]
+    }
+
+    /// A CUDA process that is a member of the job of that file.
+    pub(crate) fn member(&self, job: &Path) -> Process {
+        let mut command = self.role("target");
+        command.env(JOB, job);
+        let mut target = Process::spawn(command);
+        assert_eq!(target.line(), "ready");
+        target
+    }
+
+    /// [`Machine::caller`] with the variable that names a job file.
+    pub(crate) fn caller_in(&self, job: &Path, script: &str) -> Process {
+        let mut command = self.role("caller");
+        command.env(JOB, job);
+        let mut caller = Process::spawn(command);
+        caller.send(&script.replace('\n', ";"));
+        caller
+    }
+
+    /// [`Machine::ask`] with the variable that names a job file.
+    pub(crate) fn ask_in(&self, job: &Path, script: &str) -> Vec<i32> {
+        let mut caller = self.caller_in(job, script);
+        script.lines().map(|_| caller.line().parse().unwrap()).collect()
+    }
+
+    /// The command `cuda-checkpoint` on this machine.
+    pub(crate) fn utility(&self, arguments: &[&str]) -> Command {
+        let mut command = Command::new(UTILITY);
+        command
+            .args(arguments)
+            .env("EMULATED_GPU_DIR", self.store())
+            .env("EMULATED_GPU_DEVICE", DEVICE);
+        command
+    }
+
+    /// A fresh job file, made as NVIDIA says: copied by a program that was launched.
+    pub(crate) fn job_file(&self, name: &str) -> PathBuf {
+        let path = self.files.path().join(name);
+        let copy = format!("cat \"${JOB}\" > {}", path.display());
+        let launched = self.utility(&["--launch-job", "sh", "-c", &copy]).status().unwrap();
+        assert!(launched.success());
+        path
     }
 
     /// Runs NVML once; what it says, as lines.
@@ -274,6 +325,7 @@ fn target() {
     let gpu = Gpu::start_with(library, 0).unwrap();
     let pattern = gpu.pattern(4).unwrap();
     out("ready");
+    let mut segment: Option<Segment> = None;
     let text = |result: Result<u64, Error>| match result {
         Ok(value) => value.to_string(),
         Err(error) => error.to_string(),
@@ -291,6 +343,24 @@ fn target() {
             "managed" => out(text(gpu.allocate_managed(4096))),
             "allocate" => out(text(gpu.allocate(usize::try_from(number()).unwrap()))),
             "free" => out(done(gpu.free(number()))),
+            "segment" => {
+                segment = Some(gpu.segment(1).unwrap());
+                out(gpu.export(segment.as_ref().unwrap()).map_or_else(|e| e.to_string(), to_hex));
+            }
+            "import" => match gpu.import(from_hex(&words[1]), 1) {
+                Ok(imported) => {
+                    segment = Some(imported);
+                    out(0);
+                }
+                Err(error) => out(error),
+            },
+            "close" => out(done(gpu.close(segment.as_ref().unwrap()))),
+            "add" => out(done(gpu.increment_in(segment.as_ref().unwrap()))),
+            "look" => match gpu.look_at(segment.as_ref().unwrap()) {
+                Ok((count, 0)) => out(count),
+                Ok((count, wrong)) => out(format!("{count} {wrong} wrong")),
+                Err(error) => out(error),
+            },
             "free-bytes" => out(text(gpu.memory_info().map(|info| info.0 as u64))),
             // SAFETY: the child only sleeps and calls the driver.
             "fork" => match unsafe { nix::unistd::fork() }.unwrap() {
@@ -306,6 +376,15 @@ fn target() {
             other => panic!("what is {other}?"),
         }
     }
+}
+
+fn to_hex(handle: IpcHandle) -> String {
+    handle.0.iter().fold(String::new(), |text, byte| format!("{text}{byte:02x}"))
+}
+
+fn from_hex(text: &str) -> IpcHandle {
+    let byte = |at: usize| u8::from_str_radix(&text[2 * at..2 * at + 2], 16).unwrap();
+    IpcHandle(std::array::from_fn(byte))
 }
 
 type Call = unsafe extern "C" fn(c_int, *mut c_void) -> c_int;
@@ -330,6 +409,10 @@ fn caller() {
         let value_pointer = (&raw mut value).cast();
         if words[0] == "stay" {
             thread::sleep(Duration::from_secs(3600));
+        }
+        if words[0] == "wait" {
+            commands().next().unwrap();
+            continue;
         }
         if words[0] != "raw-state" && !initialized {
             initialized = true;
