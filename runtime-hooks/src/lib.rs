@@ -41,6 +41,7 @@ pub mod freezer;
 pub mod give_back;
 pub mod hold;
 pub mod image;
+pub mod inspect;
 pub mod interrupt;
 pub mod job;
 pub mod journal;

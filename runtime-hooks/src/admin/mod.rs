@@ -1,6 +1,7 @@
 //! `stasis`: the command for people.
 
 mod check;
+mod inspect;
 
 use std::ffi::OsString;
 use std::io::Write as _;
@@ -14,6 +15,9 @@ Usage: stasis <command> [options]
 Commands:
   check [--json]   Is this host ready? A line for each requirement, with what to do.
                    Exit status 0 only if containers with CUDA can be checkpointed.
+  inspect [--json] IMAGE
+                   What is in the image directory IMAGE, and what a restore needs.
+                   Exit status 0 only if the image is whole.
 
 Options:
   -h, --help       This text.
@@ -33,6 +37,7 @@ pub fn main(arguments: &[OsString]) -> ExitCode {
         ["-V" | "--version"] => print(concat!("stasis ", env!("CARGO_PKG_VERSION"), "\n")),
         ["check"] => check::run(false),
         ["check", "--json"] => check::run(true),
+        ["inspect", ..] => inspect::main(&arguments[1..]),
         [] => usage("which command?"),
         words => {
             let said = words.join(" ").replace(char::is_control, "?");

@@ -2,10 +2,11 @@
 
 use std::path::PathBuf;
 
+use stasis_config::Config;
 use stasis_config::manifest::Gpu;
 
 use super::version::Version;
-use super::{Check, Finding, Host};
+use super::{Check, Finding, Host, jobs};
 
 const DRIVER: Check = Check { id: "driver", title: "driver" };
 const LIBCUDA: Check = Check { id: "libcuda", title: "libcuda" };
@@ -46,11 +47,16 @@ const REMAP: u32 = 580;
 /// The first branch for arm64.
 const ARM: u32 = 595;
 /// The first branch that keeps `cuIpcGetMemHandle` memory, in a job.
-const IPC: u32 = 610;
+pub(super) const IPC: u32 = 610;
 
-pub(super) fn driver(host: &dyn Host, driver: &dyn DriverInfo) -> Vec<Finding> {
+pub(super) fn driver(host: &dyn Host, driver: &dyn DriverInfo, config: &Config) -> Vec<Finding> {
     match driver.driver() {
-        Ok(facts) => vec![version(host, &facts), libcuda(&facts), gpus(&facts)],
+        Ok(facts) => vec![
+            version(host, &facts),
+            libcuda(&facts),
+            gpus(&facts),
+            jobs::jobs(host, &facts, config),
+        ],
         Err(why) => vec![DRIVER.error(why).remedy(format!(
             "install NVIDIA's driver from {API}, or set cuda.libcuda in the configuration"
         ))],
@@ -244,7 +250,7 @@ pub(super) mod tests {
     #[test]
     fn no_driver_is_an_error() {
         let why = "no libcuda found: libcuda.so.1 (loader), /usr/local/nvidia/lib64/libcuda.so.1";
-        let all = driver(&Fake::good(), &FakeDriver(Err(why.into())));
+        let all = driver(&Fake::good(), &FakeDriver(Err(why.into())), &Config::default());
         assert_eq!(all.len(), 1);
         assert_eq!(all[0].level, Level::Error);
         assert_eq!(all[0].message, why);
@@ -252,7 +258,7 @@ pub(super) mod tests {
 
     #[test]
     fn library_and_gpus_are_named() {
-        let all = driver(&Fake::good(), &FakeDriver(Ok(h200())));
+        let all = driver(&Fake::good(), &FakeDriver(Ok(h200())), &Config::default());
         assert_eq!(said(&all[1]), "ok /usr/lib/x86_64-linux-gnu/libcuda.so.1");
         assert_eq!(
             said(&all[2]),

@@ -9,6 +9,7 @@ mod cgroup;
 mod driver;
 mod files;
 mod host;
+mod jobs;
 mod kernel;
 mod tools;
 mod version;
@@ -117,7 +118,7 @@ pub fn run(host: &dyn Host, driver: &dyn DriverInfo, config: &Config) -> Vec<Fin
         tools::iptables(host, &criu_options),
         tools::tar(host),
     ]);
-    all.extend(driver::driver(host, driver));
+    all.extend(driver::driver(host, driver, config));
     all.extend([
         files::cdi(host),
         files::state_directory(host, &config.state.directory),
