@@ -21,7 +21,7 @@ use crate::bring_back::{
 use crate::container::Container;
 use crate::cuda::job::{Copied, Identity};
 use crate::cuda::{Call, DriverError, DriverFacts};
-use crate::discover::{Gate, find_uses, newcomers};
+use crate::discover::{Gate, find_uses, newcomers, refuse_strays};
 use crate::error::{Cause, Failure, Left, Phase};
 use crate::job::{self, JobError, Membership};
 use crate::journal::{Entry, Stage};
@@ -184,6 +184,7 @@ fn preflight(
     if !unknown.is_empty() {
         return Err(Cause::UnknownMounts(unknown));
     }
+    refuse_strays(parts.processes, cuda, request.container.init.pid)?;
     find_uses(parts, cuda);
     let membership = membership(parts, request, cuda, &facts)?;
     request.gate().check(cuda, membership.is_some())?;

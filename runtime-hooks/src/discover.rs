@@ -8,7 +8,7 @@ use stasis_config::Annotations;
 use crate::cuda::{DriverError, GpuUse};
 use crate::error::Cause;
 use crate::parts::{CudaProcess, Parts, pids, who};
-use crate::processes::{Pid, Process};
+use crate::processes::{Pid, Process, Processes, descends};
 
 /// The processes with CUDA; empty for a container that is none of the driver's business.
 ///
@@ -89,6 +89,21 @@ pub(crate) fn probe(
         }
     }
     Ok(cuda)
+}
+
+/// Refuses CUDA that CRIU does not dump. Other processes that it does not dump are the runtime's
+/// business: it leaves them out of the image without a word.
+pub(crate) fn refuse_strays(
+    processes: &dyn Processes,
+    cuda: &[CudaProcess],
+    init: Pid,
+) -> Result<(), Cause> {
+    let all = processes.list()?;
+    let stray = cuda.iter().find(|cuda| {
+        let now = all.iter().find(|process| process.id == cuda.process.id);
+        now.is_some_and(|process| !descends(&all, process, init))
+    });
+    stray.map_or(Ok(()), |stray| Err(Cause::Stray { who: stray.who() }))
 }
 
 /// What a container may have that the driver can lose.

@@ -145,6 +145,16 @@ pub enum Cause {
         /// The device files.
         devices: Vec<String>,
     },
+    /// Not in CRIU's dump.
+    #[error(
+        "{who}: was started in the container by exec and does not descend from its first process; \
+         CRIU dumps only what does, so a restore would lack it: end it, or have it started in the \
+         background by a process that ends, whereupon it becomes the first one's"
+    )]
+    Stray {
+        /// Which process.
+        who: Who,
+    },
     /// A debugger.
     #[error("{who}: is traced by pid {tracer}; end the debugger first")]
     Traced {

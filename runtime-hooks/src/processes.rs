@@ -32,6 +32,26 @@ pub struct Process {
     pub devices: Vec<String>,
     /// Who traces it, 0 for nobody.
     pub tracer: Pid,
+    /// Its parent.
+    pub parent: Pid,
+}
+
+/// Whether CRIU dumps a process: the container's init and what descends from it. What `exec` starts has
+/// a parent outside.
+#[must_use]
+pub fn descends(all: &[Process], process: &Process, init: Pid) -> bool {
+    let mut pid = process.id.pid;
+    let mut parent = process.parent;
+    // No chain is longer; one that is read while it changes might be a ring.
+    for _ in 0..=all.len() {
+        if pid == init {
+            return true;
+        }
+        let Some(next) = all.iter().find(|process| process.id.pid == parent) else { return false };
+        pid = next.id.pid;
+        parent = next.parent;
+    }
+    false
 }
 
 impl Process {
@@ -177,6 +197,7 @@ impl CgroupProcesses {
             command: stasis_config::text::printable(&stat.command, COMMAND),
             maps_libcuda,
             devices,
+            parent: stat.parent,
             tracer: field(&status, "TracerPid").and_then(|pid| pid.parse().ok()).unwrap_or(0),
         }))
     }
@@ -187,6 +208,7 @@ impl CgroupProcesses {
 struct Stat {
     command: String,
     state: char,
+    parent: Pid,
     start_time: u64,
 }
 
@@ -203,9 +225,10 @@ impl Stat {
         let (_, command) = before.split_once(" (")?;
         let mut fields = after.split_ascii_whitespace();
         let state = fields.next()?.chars().next()?;
+        let parent = fields.next()?.parse().ok()?;
         // Field 22; the state is field 3.
-        let start_time = fields.nth(18)?.parse().ok()?;
-        Some(Self { command: command.to_owned(), state, start_time })
+        let start_time = fields.nth(17)?.parse().ok()?;
+        Some(Self { command: command.to_owned(), state, parent, start_time })
     }
 
     fn is_dead(&self) -> bool {
@@ -287,7 +310,27 @@ mod tests {
             maps_libcuda: false,
             devices: devices.iter().map(|&d| d.to_owned()).collect(),
             tracer: 0,
+            parent: 0,
         }
+    }
+
+    #[test]
+    fn what_exec_starts_does_not_descend_from_init() {
+        let one =
+            |pid, parent| Process { id: ProcessId { pid, start_time: 1 }, parent, ..process(&[]) };
+        // 10 is init, 30 was started by exec, and 40 and 50 are each other's parents.
+        let all = [
+            one(10, 1),
+            one(11, 10),
+            one(12, 11),
+            one(30, 5),
+            one(31, 30),
+            one(40, 50),
+            one(50, 40),
+        ];
+        let inside: Vec<_> =
+            all.iter().filter(|process| descends(&all, process, 10)).map(|p| p.id.pid).collect();
+        assert_eq!(inside, [10, 11, 12]);
     }
 
     #[test]

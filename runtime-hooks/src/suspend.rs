@@ -12,7 +12,7 @@
 use std::time::{Duration, Instant};
 
 use crate::cuda::{Answers, CudaError, CudaState, Driver};
-use crate::discover::{Gate, find_uses, newcomers};
+use crate::discover::{Gate, find_uses, newcomers, refuse_strays};
 use crate::error::{Cause, Phase};
 use crate::hold::Keep;
 use crate::job;
@@ -82,6 +82,7 @@ pub fn suspend(
             parts.hold.release();
         }
         find_states(parts, entry, cuda)?;
+        refuse_strays(parts.processes, cuda, entry.init.pid)?;
         gate.check(cuda, entry.job.is_some())?;
         if Instant::now() >= deadline
             && let Some(last) = cuda.last()

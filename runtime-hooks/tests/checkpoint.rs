@@ -104,6 +104,23 @@ fn with_tcp_criu_kills_and_the_manifest_comes_last() {
 }
 
 #[test]
+fn cuda_that_exec_has_started_is_refused_since_criu_does_not_dump_it() {
+    let world = World::new(2, false);
+    world.with(|state| state.processes[2].parent = 7);
+    let failure = take(&world, EXIT).unwrap_err();
+    assert!(matches!(failure.left, Left::Untouched), "{failure}");
+    assert!(failure.to_string().contains("pid 102 (p102): was started"), "{failure}");
+
+    // One that comes while the container is being suspended.
+    let world = World::new(1, false);
+    let stray = stasis_hooks::processes::Process { parent: 7, ..process(150, true) };
+    world.with(|state| state.births.push(("lock", 0, stray)));
+    let failure = take(&world, EXIT).unwrap_err();
+    assert!(matches!(failure.left, Left::Running), "{failure}");
+    assert!(failure.to_string().contains("pid 150 (p150): was started"), "{failure}");
+}
+
+#[test]
 fn all_are_locked_before_any_is_checkpointed() {
     let world = World::new(3, false);
     world.with(|state| state.births.push(("lock", 0, process(150, true))));

@@ -114,6 +114,7 @@ pub fn process(pid: Pid, cuda: bool) -> Process {
         maps_libcuda: cuda,
         devices: if cuda { vec!["/dev/nvidia0".into()] } else { Vec::new() },
         tracer: 0,
+        parent: if pid == INIT.pid { 1 } else { INIT.pid },
     }
 }
 
