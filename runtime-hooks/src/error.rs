@@ -442,7 +442,13 @@ impl fmt::Display for Failure {
         // Callers show one line only.
         let cause = cause.to_string().replace('\n', " ");
         write!(f, "stasis: {operation} of container {container} failed in phase {phase}: {cause}")?;
-        write!(f, "; {left}")?;
+        match (&self.cause, left) {
+            // The same reason once is enough.
+            (Cause::NotBack { .. }, Left::Killed { .. }) => {
+                f.write_str("; the container was killed")?
+            }
+            _ => write!(f, "; {left}")?,
+        }
         if let Some(image) = image {
             let image = image.display();
             if restorable {

@@ -3,16 +3,16 @@
 //! A container with the annotation `dev.stasis.job=file` is given one: [`launch`] has NVIDIA's utility
 //! make it, [`directory`] is where it lies on this host, [`bundle`] tells the container of it. Others
 //! bring their own, by `cuda-checkpoint --launch-job` or the variable. Either way the processes
-//! themselves say at a checkpoint which file it is ([`find`]); [`restored`] sees to it that a restored
-//! container has its own.
+//! themselves say at a checkpoint which file it is ([`find`]); [`given`] sees to it that each container
+//! has its own.
 //!
 //! A job file is used once: fresh for each start of a container and each restore. The copy in the
 //! image is taken frozen, when all are CHECKPOINTED, and never changes.
 
 pub mod bundle;
 pub mod directory;
+pub mod given;
 pub mod launch;
-pub mod restored;
 
 pub use directory::JobDirectory;
 

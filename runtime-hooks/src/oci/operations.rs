@@ -24,6 +24,7 @@ use crate::hold::Tracer;
 use crate::image::{self, ImageDirectory};
 use crate::interrupt;
 use crate::job::bundle::Exec;
+use crate::job::given::Given;
 use crate::job::{self, JobDirectory};
 use crate::journal::{Entry, JournalError, JournalFile, Stage};
 use crate::parts::{Limits, Parts};
@@ -129,7 +130,7 @@ pub(super) fn restore(context: &Context<'_>) -> anyhow::Result<ExitCode> {
     let mut tools = Tools::new(context, journal)?;
     let bundle = absolute(&arguments.bundle())?;
     let annotations = annotations(context, &bundle).map_err(refused)?;
-    let mut job = job::restored::Bundle::new(&bundle, directory, context.config, annotations.job);
+    let mut job = Given::new(&bundle, directory, context.config, annotations.job);
     let mut bundle = Bundle::new(&bundle, context.config);
     tools.runc.criu.add(manifest.dump);
     tools.runc.criu.without_plugins = true;
@@ -272,7 +273,7 @@ fn give_job(context: &Context<'_>, bundle: &Path) -> Result<(), Cause> {
     if is_there() {
         return Ok(());
     }
-    job::restored::Bundle::new(bundle, directory, config, true).give_fresh()?;
+    Given::new(bundle, directory, config, true).give_fresh()?;
     Ok(())
 }
 

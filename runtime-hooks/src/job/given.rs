@@ -1,5 +1,6 @@
-//! The job file of a container that is being restored: its own, made of the image's copy before
-//! `runc restore`, and found again in its processes before the driver is asked.
+//! The job file that a container is given: a fresh one when it is created; and when it is restored,
+//! before `runc restore`, a working copy of the image's, which is found again in its processes before
+//! the driver is asked.
 
 use std::fs::File;
 use std::io::{self, Write as _};
@@ -17,10 +18,10 @@ use crate::cuda::job::VARIABLE;
 use crate::error::{Cause, chain};
 use crate::restore::NewJob;
 
-/// The bundle of a container that is started, or restored, with a job file.
+/// What the container in a bundle is given.
 #[derive(Debug)]
-pub struct Bundle<'a> {
-    path: PathBuf,
+pub struct Given<'a> {
+    bundle: PathBuf,
     directory: JobDirectory,
     cuda: &'a config::Cuda,
     /// Whether the container is to be given a job file whatever the image says.
@@ -31,7 +32,7 @@ pub struct Bundle<'a> {
     original: Option<ConfigFile>,
 }
 
-impl<'a> Bundle<'a> {
+impl<'a> Given<'a> {
     /// `annotated`: the container carries the annotation.
     #[must_use]
     pub fn new(
@@ -41,8 +42,8 @@ impl<'a> Bundle<'a> {
         annotated: bool,
     ) -> Self {
         let allowed = config.annotations.allow.contains(&stasis_config::AnnotationName::Job);
-        let path = bundle.to_owned();
-        Self { path, directory, cuda: &config.cuda, annotated, allowed, original: None }
+        let bundle = bundle.to_owned();
+        Self { bundle, directory, cuda: &config.cuda, annotated, allowed, original: None }
     }
 
     /// Gives the container a job file that nothing has used, and tells it so in config.json.
@@ -54,7 +55,7 @@ impl<'a> Bundle<'a> {
         &mut self,
         content: impl FnOnce(&Self) -> Result<(), JobError>,
     ) -> Result<(), JobError> {
-        let (file, mut config) = ConfigFile::read(&self.path)?;
+        let (file, mut config) = ConfigFile::read(&self.bundle)?;
         // First, because it may be refused.
         bundle::attach(&mut config, &self.directory.file())?;
         let label = config["linux"]["mountLabel"].as_str();
@@ -105,13 +106,13 @@ impl<'a> Bundle<'a> {
     }
 
     fn rootfs(&self) -> Result<PathBuf, JobError> {
-        let (_, config) = ConfigFile::read(&self.path)?;
+        let (_, config) = ConfigFile::read(&self.bundle)?;
         let path = config["root"]["path"].as_str().unwrap_or("rootfs");
-        Ok(self.path.join(path))
+        Ok(self.bundle.join(path))
     }
 }
 
-impl NewJob for Bundle<'_> {
+impl NewJob for Given<'_> {
     fn place(&mut self, image: &Path, job: Option<&manifest::Job>) -> Result<(), Cause> {
         Ok(Self::place(self, image, job)?)
     }
