@@ -445,7 +445,7 @@ impl fmt::Display for Failure {
         match (&self.cause, left) {
             // The same reason once is enough.
             (Cause::NotBack { .. }, Left::Killed { .. }) => {
-                f.write_str("; the container was killed")?
+                f.write_str("; the container was killed")?;
             }
             _ => write!(f, "; {left}")?,
         }
