@@ -24,7 +24,8 @@ branch() {
 ipc() {
     local id=$1 annotations=$2
     shift 2
-    bundle "$id" "$annotations" ipc "$@" --mib "$pattern" --ready /data/ready
+    # Two such containers are to find room.
+    bundle "$id" "$annotations" ipc --mib "$(((pattern + 1) / 2))" --ready /data/ready "$@"
     start "$id" ready
 }
 
@@ -135,6 +136,8 @@ jobs_keep_shared_memory() {
     run stasis inspect "$images/kept"
     succeeds "the image is whole"
     bundle j5 "$job" ipc 4 --ready /data/ready
+    # Its output goes on.
+    cp "$(data j4)/out" "$(data j5)/out"
     restore j4 kept
     succeeds "a restore"
     restore j5 kept
@@ -148,7 +151,7 @@ jobs_keep_shared_memory() {
     remove j4
 
     part "jobs: processes that share memory, in a job of their own"
-    bundle j6 '' cuda-checkpoint --launch-job /bin/ipc 4 --mib "$pattern" --ready /data/ready
+    bundle j6 '' cuda-checkpoint --launch-job /bin/ipc 4 --mib "$(((pattern + 1) / 2))" --ready /data/ready
     cp "$(command -v cuda-checkpoint)" "$bundles/j6/rootfs/bin/cuda-checkpoint"
     start j6 ready
     answers j6 104
@@ -166,7 +169,8 @@ jobs_keep_shared_memory() {
 
 nothing_is_shared() {
     part "jobs: processes that share nothing, without a job"
-    ipc j7 "$several" 4 --no-share
+    # Together as much as the others.
+    ipc j7 "$several" 4 --no-share --mib "$(((pattern + 7) / 8))"
     answers j7 104
     checkpoint j7 private --leave-running
     succeeds "a checkpoint that leaves it running"
