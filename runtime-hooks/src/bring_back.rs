@@ -109,10 +109,10 @@ fn attempt(
         if hold {
             parts.hold.settle()?;
         }
-        if entry.locking {
-            give_back::outlast_lost_locks(parts.driver, &cuda, limits.lock);
-        }
         let in_job = entry.job.is_some();
+        if entry.locking {
+            give_back::outlast_lost_locks(parts.driver, &cuda, in_job, limits.lock);
+        }
         give_back::restore(parts.driver, parts.processes, &cuda, in_job, limits.restore)?;
         give_back::unlock(parts.driver, parts.processes, &cuda, limits.restore)?;
     }

@@ -18,14 +18,26 @@ const ATTEMPTS: u32 = 3;
 /// A lock whose caller was lost is granted when the work in flight ends, after its time and after
 /// the state was read as RUNNING (measured on 580). A second one is granted after the first, so
 /// when it is back none is pending. What it does is undone with the rest.
-pub(crate) fn outlast_lost_locks(driver: &mut dyn Driver, cuda: &[CudaProcess], timeout: Duration) {
+pub(crate) fn outlast_lost_locks(
+    driver: &mut dyn Driver,
+    cuda: &[CudaProcess],
+    in_job: bool,
+    timeout: Duration,
+) {
     let running: Vec<CudaProcess> =
         cuda.iter().filter(|process| process.found == Some(CudaState::Running)).cloned().collect();
-    for (pid, answer) in driver.lock(&pids(&running), timeout, &mut || {}) {
-        if let Err(error) = answer
-            && error.code() != Some(CudaError::ILLEGAL_STATE)
-        {
-            tracing::warn!(pid, %error, "a lost lock may still be granted later");
+    // The members of a job are locked one by one, and could wait for one that is.
+    let together = if in_job { 1 } else { running.len().max(1) };
+    for some in running.chunks(together) {
+        for (pid, answer) in driver.lock(&pids(some), timeout, &mut || {}) {
+            if let Err(error) = answer
+                && error.code() != Some(CudaError::ILLEGAL_STATE)
+            {
+                tracing::warn!(pid, %error, "a lost lock may still be granted later");
+            }
+        }
+        if in_job {
+            driver.unlock(&pids(some), STATE);
         }
     }
 }

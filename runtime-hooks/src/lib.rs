@@ -19,6 +19,10 @@
 //! A restore is [`restore`]: [`cdi`] completes the new container's config.json, then runc, then the
 //! driver ([`give_back`]).
 //!
+//! Processes that share GPU memory are in a [`job`]: its file is given to the container at `create`,
+//! found at a checkpoint by what the processes say, and copied into the image; a restored container
+//! has a copy of its own.
+//!
 //! # Invariants of the code
 //!
 //! - The sequences see only the traits in [`parts`]; everything that touches the host is behind
@@ -41,6 +45,7 @@ pub mod freezer;
 pub mod give_back;
 pub mod hold;
 pub mod image;
+mod in_turn;
 pub mod inspect;
 pub mod interrupt;
 pub mod job;

@@ -15,10 +15,10 @@ use crate::cuda::{Answers, CudaError, CudaState, Driver};
 use crate::discover::{Gate, find_uses, newcomers, refuse_strays};
 use crate::error::{Cause, Phase};
 use crate::hold::Keep;
-use crate::job;
 use crate::journal::{Entry, Noted};
 use crate::parts::{CudaProcess, Holding, Limits, Parts, Progress, pids};
 use crate::processes::{Pid, Processes};
+use crate::{in_turn, job};
 
 /// How long a state may take to be told when no long operation is under way.
 pub(crate) const STATE: Duration = Duration::from_secs(30);
@@ -26,9 +26,6 @@ pub(crate) const STATE: Duration = Duration::from_secs(30);
 /// that an interrupt is heard, and that processes that keep each other from being ready in a way
 /// that nobody thought of get on in between.
 const FIRST_ATTEMPT: Duration = Duration::from_secs(2);
-/// The same in a job. There one is asked after the other, and which of them waits for another is luck:
-/// many short attempts find the moment in which none does.
-const FIRST_ATTEMPT_IN_JOB: Duration = Duration::from_millis(100);
 /// Between two attempts, so that the processes get on with what they wait for.
 const PAUSE: Duration = Duration::from_millis(20);
 
@@ -168,9 +165,13 @@ fn lock_all(
     let running: Vec<&CudaProcess> =
         cuda.iter().filter(|process| process.found == Some(CudaState::Running)).collect();
     let asked: Vec<Pid> = running.iter().map(|process| process.pid()).collect();
+    if entry.job.is_some() && running.len() > 1 {
+        in_turn::lock(parts, entry, cuda, deadline, limits)?;
+        entry.locking = false;
+        return Ok(());
+    }
     let mut attempts = 0;
-    let in_job = entry.job.is_some();
-    let mut timeout = if in_job { FIRST_ATTEMPT_IN_JOB } else { FIRST_ATTEMPT };
+    let mut timeout = FIRST_ATTEMPT;
     loop {
         interruptible(parts)?;
         attempts += 1;
@@ -235,7 +236,7 @@ fn lock_all(
         let answers = parts.driver.unlock(&locked, STATE);
         check(parts.processes, answers, cuda)?;
         std::thread::sleep(PAUSE);
-        timeout = if in_job { timeout * 3 / 2 } else { timeout * 2 };
+        timeout *= 2;
     }
 }
 

@@ -82,12 +82,56 @@ fn members_are_asked_in_the_order_that_the_manifest_records() {
     });
     take(&world, After::LeaveRunning).unwrap();
     let order = [INIT.pid + 3, INIT.pid + 2, INIT.pid + 1];
-    for call in ["lock", "checkpoint", "restore", "unlock"] {
+    assert_eq!(asked_for(&world, "lock"), order.map(|pid| vec![pid]));
+    for call in ["checkpoint", "restore", "unlock"] {
         assert_eq!(asked_for(&world, call), [order], "{call}");
     }
     let manifest = world.with(|state| state.manifest.clone()).unwrap();
     let recorded: Vec<_> = manifest.processes.iter().map(|p| (p.order, p.pid)).collect();
     assert_eq!(recorded, [(0, 20), (1, 30), (2, 40)]);
+}
+
+/// Ranks that have launched so many kernels, of which each ends when all have launched it.
+fn ranks(launched: &[u32], frozen: bool) -> World {
+    let world = World::new(i32::try_from(launched.len()).unwrap(), frozen).in_job();
+    world.with(|state| {
+        state.launched = (INIT.pid + 1..).zip(launched.iter().copied()).collect();
+    });
+    world
+}
+
+#[test]
+fn ranks_that_wait_for_each_other_come_to_rest_after_the_same_launch() {
+    for launched in [&[5, 5][..], &[5, 4], &[4, 5], &[5, 4, 5, 3], &[1, 2, 3]] {
+        for frozen in [false, true] {
+            let world = ranks(launched, frozen);
+            world.run(|parts| {
+                let cuda = discover(parts).unwrap();
+                asked(EXIT, &Annotations::default(), |request| {
+                    let lock = std::time::Duration::from_secs(20);
+                    let limits = stasis_hooks::parts::Limits { lock, ..World::limits() };
+                    let request = Request { limits, ..*request };
+                    checkpoint(parts, &request, cuda).unwrap();
+                });
+            });
+            let came_to: Vec<u32> = world.with(|state| state.launched.values().copied().collect());
+            let most = launched.iter().max().unwrap();
+            assert!(came_to.iter().all(|launched| launched == most), "{launched:?}: {came_to:?}");
+            let one_by_one = asked_for(&world, "lock").iter().all(|pids| pids.len() == 1);
+            assert!(one_by_one, "two members were asked at the same time");
+        }
+    }
+}
+
+#[test]
+fn ranks_that_never_come_to_rest_run_on() {
+    // As if something else kept this one ahead for ever.
+    let world = ranks(&[1000, 0], false);
+    let failure = take(&world, EXIT).unwrap_err();
+    assert!(matches!(failure.cause, Cause::NotReady { .. }), "{failure}");
+    assert!(matches!(failure.left, Left::Running), "{failure}");
+    assert_eq!(world.states(), [CudaState::Running; 2]);
+    world.with(|state| assert!(state.held.is_empty()));
 }
 
 #[test]

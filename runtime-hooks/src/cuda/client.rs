@@ -83,25 +83,12 @@ impl HelperDriver {
 
     /// In a job one after the other, until one fails: members that are operated at the same time
     /// would spoil each other's part of the job file.
-    fn ask_in_turn(
-        &mut self,
-        call: Call,
-        pids: &[Pid],
-        timeout: Duration,
-        limit: Duration,
-        waiting: &mut dyn FnMut(),
-    ) -> Answers<i32> {
-        let begun = Instant::now();
-        let left = |of: Duration| of.saturating_sub(begun.elapsed());
-        let mut called = false;
-        let mut waiting = || {
-            if !std::mem::replace(&mut called, true) {
-                waiting();
-            }
-        };
+    fn ask_in_turn(&mut self, call: Call, pids: &[Pid], limit: Duration) -> Answers<i32> {
+        let deadline = Instant::now() + limit;
         let mut answers = Answers::new();
         for pid in pids {
-            let one = self.ask_and(call, &[*pid], left(timeout), left(limit), Some(&mut waiting));
+            let left = deadline.saturating_duration_since(Instant::now());
+            let one = self.ask(call, &[*pid], left);
             let failed = one.values().any(|answer| match answer {
                 Ok(_) => false,
                 // It may be there already; whoever asked reads the state.
@@ -147,7 +134,7 @@ impl HelperDriver {
 
     fn act(&mut self, call: Call, pids: &[Pid], limit: Duration) -> Answers<()> {
         let answers = if self.job.is_some() {
-            self.ask_in_turn(call, pids, limit, limit, &mut || {})
+            self.ask_in_turn(call, pids, limit)
         } else {
             self.ask(call, pids, limit)
         };
@@ -253,17 +240,11 @@ impl Driver for HelperDriver {
 
     fn lock(&mut self, pids: &[Pid], timeout: Duration, waiting: &mut dyn FnMut()) -> Answers<()> {
         let limit = timeout + GRACE;
-        let mut answers = if self.job.is_some() {
-            self.ask_in_turn(Call::Lock, pids, timeout, limit, waiting)
-        } else {
-            self.ask_and(Call::Lock, pids, timeout, limit, Some(waiting))
-        };
-        // Those behind one that was not ready were not asked, and are not ready either.
-        for pid in pids {
-            answers.entry(*pid).or_insert(Err(DriverError::Refused {
-                call: Call::Lock,
-                error: CudaError::NOT_READY,
-            }));
+        let mut answers = Answers::new();
+        // In a job one by one, each with its time.
+        let together = if self.job.is_some() { 1 } else { pids.len().max(1) };
+        for pids in pids.chunks(together) {
+            answers.extend(self.ask_and(Call::Lock, pids, timeout, limit, Some(&mut *waiting)));
         }
         answers.into_iter().map(|(pid, answer)| (pid, answer.map(|_| ()))).collect()
     }

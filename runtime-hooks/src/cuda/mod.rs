@@ -294,6 +294,7 @@ impl DriverFacts {
 ///
 /// In a job ([`Driver::join`]) the calls for several processes are made one after the other, in the
 /// order in which the processes are given, and the first that fails ends it: the rest is not asked.
+/// Locks are asked for all the same, each with the whole time.
 pub trait Driver {
     /// Loads the driver, if that was not done yet, and says what it is.
     fn facts(&mut self) -> Result<DriverFacts, DriverError>;

@@ -83,6 +83,8 @@ pub struct State {
     pub ranks: bool,
     /// NVML does not tell who uses which GPU.
     pub usage_is_unknown: bool,
+    /// How many kernels each has launched, of those that wait for the same of all others.
+    pub launched: BTreeMap<Pid, u32>,
     /// The driver's version.
     pub driver: &'static str,
     /// The job file that each process names, by a number; none that is not here.
@@ -146,6 +148,7 @@ impl World {
             calls_left: None,
             ranks: false,
             usage_is_unknown: false,
+            launched: BTreeMap::new(),
             driver: "580.1",
             jobs: BTreeMap::new(),
             joined: None,
@@ -321,6 +324,14 @@ impl World {
                     let Some(current) = state.cuda.get(pid).copied() else {
                         return (*pid, refused(304));
                     };
+                    let least = state.launched.values().min().copied().unwrap_or_default();
+                    let ahead = name == "lock"
+                        && state.launched.get(pid).is_some_and(|launched| *launched > least);
+                    let runs = state.held.iter().all(|t| t.pid != *pid || t.keep == Keep::All);
+                    if name == "unlock" && runs && current == from {
+                        // The launch that the lock has blocked.
+                        state.launched.entry(*pid).and_modify(|launched| *launched += 1);
+                    }
                     let alone = state.ranks && name == "lock" && pids.len() < state.cuda.len();
                     let waiting = name == "lock"
                         && state.in_flight.get_mut(pid).is_some_and(|left| {
@@ -330,7 +341,7 @@ impl World {
                         });
                     let answer = if current != from {
                         refused(401)
-                    } else if works && (alone || waiting) {
+                    } else if works && (alone || waiting || ahead) {
                         refused(600)
                     } else {
                         if works {
