@@ -11,6 +11,7 @@ use nix::unistd::Pid;
 use serde_json::{Value, json};
 
 use crate::command;
+use crate::gpu::{self, Gpu};
 
 const LIMIT: Duration = Duration::from_secs(60);
 
@@ -19,6 +20,8 @@ const LIMIT: Duration = Duration::from_secs(60);
 pub struct Bare {
     directory: PathBuf,
     id: String,
+    /// The runtime's root directory.
+    root: PathBuf,
     /// Keeps the container's output from breaking.
     output: Option<PipeReader>,
 }
@@ -33,7 +36,8 @@ impl Bare {
         program: &[&str],
     ) -> Result<Self> {
         fs::create_dir_all(directory)?;
-        let bare = Self { directory: directory.to_owned(), id: id.to_owned(), output: None };
+        let root = directory.join("root");
+        let bare = Self { directory: directory.to_owned(), id: id.to_owned(), root, output: None };
         let mount = |kind: &str, destination: &str| json!({ "destination": destination, "type": kind, "source": kind });
         let namespaces =
             ["pid", "mount", "ipc", "uts", "network"].map(|kind| json!({ "type": kind }));
@@ -69,12 +73,52 @@ impl Bare {
         Ok(fs::write(self.directory.join("config.json"), spec.to_string())?)
     }
 
+    /// The same below a runtime's root directory that others may use, too.
+    #[must_use]
+    pub fn with_root(mut self, root: &Path) -> Self {
+        root.clone_into(&mut self.root);
+        self
+    }
+
+    /// The runtime's root directory.
+    #[must_use]
+    pub fn root(&self) -> &Path {
+        &self.root
+    }
+
+    /// Changes its configuration.
+    pub fn change(&self, change: impl FnOnce(&mut Value)) -> Result<()> {
+        let mut spec: Value = serde_json::from_str(&self.spec()?)?;
+        change(&mut spec);
+        self.write(&spec)
+    }
+
     /// Gives it a device node of the host.
     pub fn add_device(&self, path: &str, major: u64, minor: u64) -> Result<()> {
-        let mut spec: Value = serde_json::from_str(&self.spec()?)?;
         let device = json!({ "path": path, "type": "c", "major": major, "minor": minor });
-        spec["linux"]["devices"] = json!([device]);
-        self.write(&spec)
+        self.change(|spec| spec["linux"]["devices"] = json!([device]))
+    }
+
+    /// Gives it a file or a directory of the host.
+    pub fn add_mount(&self, source: &Path, destination: &str, writes: bool) -> Result<()> {
+        let options = ["rbind", if writes { "rw" } else { "ro" }];
+        let mount = json!({
+            "source": source, "destination": destination, "type": "bind", "options": options,
+        });
+        self.change(|spec| {
+            if let Some(mounts) = spec["mounts"].as_array_mut() {
+                mounts.push(mount);
+            }
+        })
+    }
+
+    /// Gives it the emulated GPU.
+    pub fn add_gpu(&self, gpu: &Gpu) -> Result<()> {
+        self.add_device(gpu::DEVICE, gpu::MAJOR, gpu::MINOR)?;
+        for (source, destination, writes) in gpu.binds() {
+            self.add_mount(source, &destination, writes)?;
+        }
+        Ok(())
     }
 
     /// Its name.
@@ -98,7 +142,7 @@ impl Bare {
     #[must_use]
     pub fn call(&self, runtime: &Path, arguments: &[&str]) -> Command {
         let mut command = Command::new(runtime);
-        command.arg("--root").arg(self.path("root")).args(arguments);
+        command.arg("--root").arg(&self.root).args(arguments);
         command.current_dir(&self.directory);
         command
     }
@@ -145,6 +189,13 @@ impl Bare {
         command.args(["--image-path", image, "--work-path", "work", "--pid-file", "pid"]);
         command.arg(&self.id);
         self.with_output(&mut command)
+    }
+
+    /// `exec` of a program; gives its output.
+    pub fn exec(&self, runtime: &Path, flags: &[&str], program: &[&str]) -> Result<String> {
+        let mut command = self.call(runtime, &["exec"]);
+        command.args(flags).arg(&self.id).args(program);
+        command::succeed(&mut command, LIMIT)
     }
 
     /// `delete --force`.

@@ -13,6 +13,8 @@ use containerd_shim_protos::protobuf::Message;
 use containerd_shim_protos::protobuf::well_known_types::any::Any;
 use containerd_shim_protos::shim::oci::Options;
 use nix::mount::{MntFlags, umount2};
+use nix::sys::stat::Mode;
+use nix::unistd::mkfifo;
 
 use crate::bundle::lay_out;
 use crate::case::Case;
@@ -30,6 +32,8 @@ pub struct ByHand {
     shim: Shim,
     runc: PathBuf,
     config: PathBuf,
+    /// The FIFOs of the container's standard input and output.
+    stdio: Vec<(PathBuf, File)>,
     /// The shim's client.
     pub client: TaskClient,
 }
@@ -53,7 +57,21 @@ impl ByHand {
         command.env("MAX_SHIM_VERSION", "2").current_dir(&bundle);
         let answer = command::succeed(&mut command, LIMIT)?;
         let client = TaskClient::at(&address(&answer)?, namespace)?;
-        Ok(Self { id: id.to_owned(), bundle, shim, runc, config, client })
+        let stdio = Vec::new();
+        Ok(Self { id: id.to_owned(), bundle, shim, runc, config, stdio, client })
+    }
+
+    /// Gives the container FIFOs, as clients do. Without them it has `/dev/null`, which for a restored
+    /// one is the host's, and which CRIU cannot dump.
+    pub fn with_stdio(mut self) -> Result<Self> {
+        for name in ["stdin", "stdout", "stderr"] {
+            let path = self.bundle.join(name);
+            mkfifo(&path, Mode::S_IRWXU)?;
+            // For writing as well: it opens at once then.
+            let file = File::options().read(true).write(true).open(&path)?;
+            self.stdio.push((path, file));
+        }
+        Ok(self)
     }
 
     /// `Create`; from a checkpoint if one is named.
@@ -64,6 +82,11 @@ impl ByHand {
             checkpoint: checkpoint.map(|path| path.display().to_string()).unwrap_or_default(),
             ..Default::default()
         };
+        if let [stdin, stdout, stderr] = &self.stdio[..] {
+            let shown = |(path, _): &(PathBuf, File)| path.display().to_string();
+            (request.stdin, request.stdout, request.stderr) =
+                (shown(stdin), shown(stdout), shown(stderr));
+        }
         request.set_options(self.options());
         self.client.create(&request)
     }

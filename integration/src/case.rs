@@ -80,7 +80,8 @@ impl Lab {
         let binaries = Path::new(TARGET).join(profile);
         let directory = std::env::temp_dir().join("stasis");
         fs::create_dir_all(&directory)?;
-        let workloads = [binaries.join("counter"), binaries.join("ranks")];
+        // NVIDIA's utility is in the images of people who start their jobs themselves.
+        let workloads = ["counter", "ranks", "ipc", image::UTILITY].map(|name| binaries.join(name));
         let library = [binaries.join("libstasis_emulated_gpu.so")];
         let archive = image::build(&directory.join("image"), &workloads, &library)?;
         let shared =
@@ -427,6 +428,12 @@ impl<'a> Case<'a> {
     pub fn read(&self, id: &str, file: &str) -> Result<String> {
         let path = format!("/proc/{}/root{file}", self.pid(id)?);
         fs::read_to_string(&path).with_context(|| path)
+    }
+
+    /// The same, whatever is in it.
+    pub fn read_bytes(&self, id: &str, file: &str) -> Result<Vec<u8>> {
+        let path = format!("/proc/{}/root{file}", self.pid(id)?);
+        fs::read(&path).with_context(|| path)
     }
 
     /// A client of the task's shim.

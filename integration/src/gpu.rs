@@ -15,6 +15,10 @@ pub(crate) const INSIDE: &str = "/dev/nvidia-emulated";
 /// The device node, which is the same for all of them.
 pub const DEVICE: &str = "/dev/nvidia0";
 
+/// The numbers of the device behind it.
+pub(crate) const MAJOR: u64 = 10;
+pub(crate) const MINOR: u64 = 229;
+
 /// An emulated GPU that no other test uses.
 #[derive(Debug)]
 pub struct Gpu {
@@ -66,6 +70,11 @@ impl Gpu {
     /// Writes the card's properties, `key=value` each. Read when a process opens the driver.
     pub fn configure(&self, lines: &[&str]) -> Result<()> {
         Ok(fs::write(self.store.join("config"), lines.join("\n") + "\n")?)
+    }
+
+    /// Has the host another version of the driver from now on.
+    pub fn driver(&self, version: &str) -> Result<()> {
+        self.configure(&[&format!("driver={version}")])
     }
 
     /// What a container gets beside the device node: source, destination, and whether it may write.

@@ -15,6 +15,9 @@ use crate::command;
 /// Name under which the image is imported.
 pub const NAME: &str = "docker.io/library/stasis-test:1";
 
+/// NVIDIA's utility, as it is called on a host and in the image; here the emulated driver's.
+pub const UTILITY: &str = "cuda-checkpoint";
+
 /// Where the image keeps libraries, so also where a GPU's are mounted.
 pub const LIBRARIES: &str = "/usr/lib/x86_64-linux-gnu";
 

@@ -66,7 +66,7 @@ fn below(cgroup: &Path) -> Vec<PathBuf> {
 }
 
 /// Checks that nothing works on in a test's directory: processes that its runtime started,
-/// mounts, journals.
+/// mounts, journals, job files.
 pub fn directory(directory: &Path, state: &Path) -> Result<()> {
     let text = directory.to_string_lossy();
     let started = || processes::with_environment(&text);
@@ -77,19 +77,31 @@ pub fn directory(directory: &Path, state: &Path) -> Result<()> {
     ensure!(left.is_empty(), "mounts are left: {left:#?}");
     let left = journals(state);
     ensure!(left.is_empty(), "journals are left: {left:#?}");
+    let left = jobs(state);
+    ensure!(left.is_empty(), "directories of jobs are left: {left:#?}");
     Ok(())
 }
 
 /// The journals in a state directory, at any depth.
 #[must_use]
 pub fn journals(state: &Path) -> Vec<PathBuf> {
+    with_extension(state, "json")
+}
+
+/// The directories of containers with a job file in a state directory.
+#[must_use]
+pub fn jobs(state: &Path) -> Vec<PathBuf> {
+    with_extension(state, "job")
+}
+
+fn with_extension(directory: &Path, extension: &str) -> Vec<PathBuf> {
     let mut found = Vec::new();
-    for entry in fs::read_dir(state).into_iter().flatten().flatten() {
+    for entry in fs::read_dir(directory).into_iter().flatten().flatten() {
         let path = entry.path();
-        if path.is_dir() {
-            found.extend(journals(&path));
-        } else if path.extension().is_some_and(|extension| extension == "json") {
+        if path.extension().is_some_and(|found| found == extension) {
             found.push(path);
+        } else if path.is_dir() {
+            found.extend(with_extension(&path, extension));
         }
     }
     found

@@ -11,6 +11,7 @@ use std::process::Command;
 use anyhow::{Context, Result};
 
 use crate::gpu::Gpu;
+use crate::image::UTILITY;
 use crate::shim::Shim;
 
 /// The real one.
@@ -140,6 +141,7 @@ impl Runtime {
             // Where there is no wrapper to say it in the environment.
             ("cuda", "libcuda", text(&libcuda.to_string_lossy())),
             ("cuda", "libnvml", text(&gpu.library().to_string_lossy())),
+            ("cuda", "utility", text(&self.binaries.join(UTILITY).to_string_lossy())),
             ("cuda", "init-timeout", text("20s")),
             ("cuda", "lock-timeout", text("20s")),
             ("cuda", "checkpoint-timeout", text("30s")),

@@ -4,7 +4,7 @@
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
-use crate::cuda::{CudaError, CudaState, Driver, DriverError};
+use crate::cuda::{CudaError, CudaState, Driver};
 use crate::error::Cause;
 use crate::parts::{CudaProcess, pids};
 use crate::processes::Processes;
@@ -178,26 +178,13 @@ pub(crate) fn unlock(
         });
         match done {
             Ok(()) => return Ok(()),
-            Err(cause) if attempts >= ATTEMPTS => {
-                // As for restore: the call may have been lost and its work done.
-                let lost = matches!(
-                    &cause,
-                    Cause::Driver {
-                        error: DriverError::Deadline { .. } | DriverError::HelperLost { .. },
-                        ..
-                    }
-                );
-                if lost {
-                    return verify(
-                        driver,
-                        processes,
-                        cuda,
-                        |process| process.found.unwrap_or(CudaState::Running),
-                        limit,
-                    );
-                }
-                return Err(cause);
+            Err(cause @ Cause::Driver { .. }) if attempts >= ATTEMPTS => {
+                // As for restore: the call may have been lost and its work done, or been refused
+                // where nothing was locked, because the container has replaced its job file.
+                let found = |process: &CudaProcess| process.found.unwrap_or(CudaState::Running);
+                return verify(driver, processes, cuda, found, limit).map_err(|_| cause);
             }
+            Err(cause) if attempts >= ATTEMPTS => return Err(cause),
             Err(_) => std::thread::sleep(PAUSE),
         }
     }

@@ -12,6 +12,7 @@ mod docker;
 mod exec;
 mod failures;
 mod hostile;
+mod job;
 mod killed;
 mod nerdctl;
 mod order;
@@ -124,6 +125,7 @@ fn front_ends() -> Vec<(&'static str, Place, Vec<Test>)> {
     ];
     modules.extend(ctr_matrix::modules());
     modules.extend(nerdctl::modules());
+    modules.extend(job::modules());
     modules.extend(docker::tests().into_iter().map(|(place, tests)| ("docker", place, tests)));
     modules
 }
