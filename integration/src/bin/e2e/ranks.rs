@@ -12,25 +12,33 @@ use crate::{Test, consecutive};
 const LIMIT: Duration = Duration::from_secs(60);
 const RANKS: usize = 3;
 const ALLOW: &str = "dev.stasis.multi-process=allow";
+const JOB: &str = "dev.stasis.job=file";
 
 pub(crate) fn tests() -> Vec<Test> {
     vec![
-        Test::new("go_on_when_allowed", |case| go_on(case, &[])),
-        Test::new("independent_go_on", |case| go_on(case, &["--independent"])),
+        Test::new("go_on_when_allowed", |case| go_on(case, &[], ALLOW)),
+        Test::new("independent_go_on", |case| go_on(case, &["--independent"], ALLOW)),
         Test::new("refused_without_annotation", refused_without_annotation),
-        Test::new("direct", direct),
-        Test::new("paused_stay_paused", paused_stay_paused),
+        Test::new("direct", |case| direct(case, ALLOW)),
+        Test::new("paused_stay_paused", |case| paused_stay_paused(case, ALLOW)),
+        // Its members are locked one after the other.
+        Test::new("in_a_job_go_on", |case| go_on(case, &[], JOB)),
+        Test::new("in_a_job_direct", |case| direct(case, JOB)),
+        Test::new("in_a_job_paused_come_to_rest", paused_in_a_job),
     ]
 }
 
-fn start(case: &Case, options: &[&str], allowed: bool) -> Result<String> {
+fn start(case: &Case, options: &[&str], annotation: Option<&str>) -> Result<String> {
+    if annotation == Some(JOB) {
+        case.gpu.driver("610.43.02")?;
+    }
     let count = RANKS.to_string();
     // No port: waiting for datagrams makes rank 0 the slow one, so that the others sit in a kernel
     // that waits for it practically always, and no moment is right for a lock.
     let program = ["/bin/ranks", &count, "--log", "/data/log", "--port", "0"];
     let mut container = Container::new(program.iter().chain(options).copied());
-    if allowed {
-        container = container.annotated(ALLOW);
+    if let Some(annotation) = annotation {
+        container = container.annotated(annotation);
     }
     let id = case.start(&container)?;
     advance(case, &id)?;
@@ -53,8 +61,8 @@ fn advance(case: &Case, id: &str) -> Result<()> {
     })
 }
 
-fn go_on(case: &Case, options: &[&str]) -> Result<()> {
-    let id = start(case, options, true)?;
+fn go_on(case: &Case, options: &[&str], annotation: &str) -> Result<()> {
+    let id = start(case, options, Some(annotation))?;
     for _ in 0..2 {
         let before = steps(case, &id)?;
         case.cycle(&id)?;
@@ -67,7 +75,7 @@ fn go_on(case: &Case, options: &[&str]) -> Result<()> {
 }
 
 fn refused_without_annotation(case: &Case) -> Result<()> {
-    let id = start(case, &[], false)?;
+    let id = start(case, &[], None)?;
     let image = Some(case.path("image"));
     let error = case.checkpoint_fails(&id, &Checkpoint { image, ..Checkpoint::default() })?;
     ensure!(error.contains("dev.stasis.multi-process"), "the error tells no way out: {error}");
@@ -76,15 +84,15 @@ fn refused_without_annotation(case: &Case) -> Result<()> {
 }
 
 /// Nobody pauses them before, so they may run on until all can be locked.
-fn direct(case: &Case) -> Result<()> {
-    let id = start(case, &[], true)?;
+fn direct(case: &Case, annotation: &str) -> Result<()> {
+    let id = start(case, &[], Some(annotation))?;
     command::succeed(&mut case.direct_checkpoint(&id, &case.path("image")), LIMIT)?;
     case.expect_status(&id, Status::Running)?;
     advance(case, &id)
 }
 
-fn paused_stay_paused(case: &Case) -> Result<()> {
-    let id = start(case, &[], true)?;
+fn paused_stay_paused(case: &Case, annotation: &str) -> Result<()> {
+    let id = start(case, &[], Some(annotation))?;
     case.ctr().pause(&id)?;
     let before = steps(case, &id)?;
     let image = Some(case.path("image"));
@@ -93,4 +101,22 @@ fn paused_stay_paused(case: &Case) -> Result<()> {
     ensure!(steps(case, &id)? == before, "a paused rank made a step");
     case.ctr().resume(&id)?;
     advance(case, &id)
+}
+
+/// Wherever they were paused: one that is ahead needs what another has yet to launch, and gets it.
+fn paused_in_a_job(case: &Case) -> Result<()> {
+    let id = start(case, &[], Some(JOB))?;
+    for image in ["first", "second", "third"] {
+        case.ctr().pause(&id)?;
+        let image = Some(case.path(image));
+        case.checkpoint(&id, &Checkpoint { image, ..Checkpoint::default() })?;
+        case.expect_status(&id, Status::Paused)?;
+        let rested = steps(case, &id)?;
+        let (least, most) = (rested.iter().min(), rested.iter().max());
+        let apart = most.zip(least).map_or(0, |(most, least)| most - least);
+        ensure!(apart <= 1, "they are at rest after different steps: {rested:?}");
+        case.ctr().resume(&id)?;
+        advance(case, &id)?;
+    }
+    Ok(())
 }
