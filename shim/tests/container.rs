@@ -13,6 +13,7 @@ use common::{World, context, refusal, run};
 use containerd_shim::protos::api::{self, Status};
 use containerd_shim::protos::shim_async::Task as _;
 use containerd_shim::protos::ttrpc::Code;
+use stasis_shim::runc::Through;
 
 #[test]
 fn the_life_of_a_container_is_told_in_order() {
@@ -40,6 +41,51 @@ fn the_life_of_a_container_is_told_in_order() {
         assert_eq!(events, expected);
         assert_eq!(world.events(7).await[6], "/tasks/delete");
         assert_eq!(refusal(world.delete("c1").await).0, Code::NOT_FOUND);
+    });
+}
+
+/// Where the engine has the job file of a container of the namespace `default`.
+fn job_directory(world: &World, id: &str) -> std::path::PathBuf {
+    world.directory.path().join("state/7cb686ffc1b1d3ae").join(format!("{id}.job"))
+}
+
+#[test]
+fn a_container_with_a_job_file_is_the_engines_and_no_other_costs_one() {
+    run(async {
+        let world = World::new().await;
+        world.running("c1").await;
+        world.exec("c1", "e1").await.unwrap();
+        let bundle = world.bundle("c2", true);
+        let annotated = r#"{"ociVersion":"1.0.2","root":{"path":"rootfs"},
+            "annotations":{"dev.stasis.job":"file"},"linux":{"namespaces":[{"type":"pid"}]}}"#;
+        std::fs::write(bundle.join("config.json"), annotated).unwrap();
+        world.create_in(&bundle, "").await.unwrap();
+        std::fs::create_dir_all(job_directory(&world, "c2")).unwrap();
+        world.start("c2").await.unwrap();
+        world.exec("c2", "e1").await.unwrap();
+        for subcommand in ["create", "exec"] {
+            let through = world.runtime.through(subcommand);
+            assert_eq!(through, [Through::Runtime, Through::Engine], "{subcommand}");
+        }
+        world.kill("c2").await.unwrap();
+        kill(pid_of(&world, "c2", "e1").await);
+        world.wait("c2").await.unwrap();
+        world.delete("c2").await.unwrap();
+        assert_eq!(world.runtime.through("delete"), [Through::Engine]);
+    });
+}
+
+#[test]
+fn what_a_failed_create_has_made_is_deleted() {
+    run(async {
+        let world = World::new().await;
+        world.runtime.fail("create", "no such mount");
+        std::fs::create_dir_all(job_directory(&world, "c1")).unwrap();
+        let (_, words) = refusal(world.create_in(&world.bundle("c1", true), "").await);
+        assert!(words.contains("no such mount"), "{words}");
+        assert_eq!(world.runtime.through("delete"), [Through::Engine]);
+        world.create_in(&world.bundle("c2", true), "").await.unwrap_err();
+        assert_eq!(world.runtime.through("delete").len(), 1, "nothing was made for this one");
     });
 }
 

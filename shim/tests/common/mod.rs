@@ -27,7 +27,7 @@ use stasis_shim::container::Shared;
 use stasis_shim::events::EventQueue;
 use stasis_shim::oom::OomWatcher;
 use stasis_shim::reaper::Reaper;
-use stasis_shim::runc::{Call, Runc, RuncError, Runtime};
+use stasis_shim::runc::{Call, Runc, RuncError, Runtime, Through};
 use stasis_shim::service::Service;
 use stasis_shim::tasks::Tasks;
 use tokio::sync::Notify;
@@ -61,6 +61,7 @@ pub(crate) struct World {
 #[derive(Default)]
 pub(crate) struct Fake {
     calls: Mutex<Vec<String>>,
+    through: Mutex<Vec<(&'static str, Through)>>,
     failing: Mutex<HashMap<&'static str, &'static str>>,
     waiting: Mutex<HashMap<&'static str, Arc<Notify>>>,
     init: Mutex<Option<i32>>,
@@ -84,6 +85,16 @@ impl Fake {
     /// The subcommands so far.
     pub(crate) fn calls(&self) -> Vec<String> {
         self.calls.lock().unwrap().clone()
+    }
+
+    /// Who was called with a subcommand, each time.
+    pub(crate) fn through(&self, subcommand: &str) -> Vec<Through> {
+        let through = self.through.lock().unwrap();
+        through
+            .iter()
+            .filter(|(name, _)| *name == subcommand)
+            .map(|(_, through)| *through)
+            .collect()
     }
 
     /// Waits until a call is there.
@@ -126,6 +137,7 @@ impl Runtime for Fake {
         let words: Vec<_> = call.arguments.iter().map(|word| word.to_string_lossy()).collect();
         let line = format!("{} {}", call.subcommand, words.join(" "));
         self.calls.lock().unwrap().push(line);
+        self.through.lock().unwrap().push((call.subcommand, call.through));
         if let Some(slot) = &call.pid {
             slot.store(self.engine.lock().unwrap().unwrap_or(0), Ordering::Relaxed);
         }
