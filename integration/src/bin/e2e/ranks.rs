@@ -16,13 +16,12 @@ const JOB: &str = "dev.stasis.job=file";
 
 pub(crate) fn tests() -> Vec<Test> {
     vec![
-        Test::new("go_on_when_allowed", |case| go_on(case, &[], ALLOW)),
-        Test::new("independent_go_on", |case| go_on(case, &["--independent"], ALLOW)),
+        Test::new("go_on_when_allowed", |case| go_on(case, &[])),
+        Test::new("independent_go_on", |case| go_on(case, &["--independent"])),
         Test::new("refused_without_annotation", refused_without_annotation),
         Test::new("direct", |case| direct(case, ALLOW)),
-        Test::new("paused_stay_paused", |case| paused_stay_paused(case, ALLOW)),
+        Test::new("paused_stay_paused", paused_stay_paused),
         // Its members are locked one after the other.
-        Test::new("in_a_job_go_on", |case| go_on(case, &[], JOB)),
         Test::new("in_a_job_direct", |case| direct(case, JOB)),
         Test::new("in_a_job_paused_come_to_rest", paused_in_a_job),
     ]
@@ -61,8 +60,8 @@ fn advance(case: &Case, id: &str) -> Result<()> {
     })
 }
 
-fn go_on(case: &Case, options: &[&str], annotation: &str) -> Result<()> {
-    let id = start(case, options, Some(annotation))?;
+fn go_on(case: &Case, options: &[&str]) -> Result<()> {
+    let id = start(case, options, Some(ALLOW))?;
     for _ in 0..2 {
         let before = steps(case, &id)?;
         case.cycle(&id)?;
@@ -91,8 +90,8 @@ fn direct(case: &Case, annotation: &str) -> Result<()> {
     advance(case, &id)
 }
 
-fn paused_stay_paused(case: &Case, annotation: &str) -> Result<()> {
-    let id = start(case, &[], Some(annotation))?;
+fn paused_stay_paused(case: &Case) -> Result<()> {
+    let id = start(case, &[], Some(ALLOW))?;
     case.ctr().pause(&id)?;
     let before = steps(case, &id)?;
     let image = Some(case.path("image"));

@@ -195,8 +195,8 @@ fn without_hashes(text: &str) -> String {
 /// containerd passes annotations on as the class says, from the pod and from the container.
 fn annotations_reach_us(case: &Case) -> Result<()> {
     let cri = Cri::start(case)?;
-    // One that this host does not allow is refused by its name.
-    let (name, value) = ("dev.stasis.job", "file");
+    // One that this host does not know is refused by its name.
+    let (name, value) = ("dev.stasis.jobs", "file");
     for class in [Class::Stasis, Class::StasisPath] {
         let refused = cri.pod_fails(&Sandbox::of(class).annotated(name, value))?;
         ensure!(refused.contains(name), "{class:?}: {refused}");
@@ -204,6 +204,13 @@ fn annotations_reach_us(case: &Case) -> Result<()> {
         let id = cri.create(&pod, &Container::script(SLEEP).annotated(name, value))?;
         let refused = cri.fail(["start", &id])?;
         ensure!(refused.contains(name), "{class:?}: {refused}");
+        cri.remove_pod(&pod)?;
+        // A sandbox computes nothing and needs no driver for it; the container does.
+        let (name, value) = ("dev.stasis.job", "file");
+        let pod = cri.pod(Sandbox::of(class).annotated(name, value))?;
+        let id = cri.create(&pod, &Container::script(SLEEP).annotated(name, value))?;
+        let refused = cri.fail(["start", &id])?;
+        ensure!(refused.contains("needs branch 610"), "{class:?}: {refused}");
         cri.remove_pod(&pod)?;
     }
     cri.finish()

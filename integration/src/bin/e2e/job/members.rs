@@ -1,14 +1,15 @@
 //! All of a container is one job, or nothing is done.
 
+use std::fs;
 use std::time::Duration;
 
-use anyhow::Result;
+use anyhow::{Result, ensure};
 use stasis_integration::case::Case;
 use stasis_integration::wait;
 
 use super::own::{Own, says};
-use super::{KEEPS, LAUNCH, VARIABLE};
-use crate::Test;
+use super::{FILE, KEEPS, LAUNCH, VARIABLE};
+use crate::{Test, consecutive};
 
 const LIMIT: Duration = Duration::from_secs(10);
 
@@ -22,8 +23,43 @@ pub(super) fn tests() -> Vec<Test> {
             let join = [&LAUNCH[..], &["/bin/ipc", "--join"]].concat();
             joined_by(case, &join, &["(ipc)", "different jobs", super::GIVEN, "/proc/self/fd/"])
         }),
+        Test::new("ranks_go_on", ranks_go_on),
         Test::new("one_of_exec_that_stays_outside_refused", stays_outside),
     ]
+}
+
+/// They wait for each other at each step, and are locked one after the other.
+fn ranks_go_on(case: &Case<'_>) -> Result<()> {
+    const RANKS: usize = 3;
+    case.gpu.driver(KEEPS)?;
+    let program =
+        ["/bin/ranks", "3", "--log", "/data/log", "--port", "0", "--shared", "/data/flags"];
+    let mut own = Own::new(case, "a", &program)?;
+    own.annotate(FILE)?;
+    own.start()?;
+    let steps = |own: &Own<'_>| -> Result<Vec<u64>> {
+        let log = |rank| own.inside(&format!("/data/log.{rank}")).map(fs::read_to_string);
+        (0..RANKS).map(|rank| consecutive(&log(rank)?.unwrap_or_default(), 1)).collect()
+    };
+    let advance = |own: &Own<'_>| {
+        let before = steps(own)?;
+        wait::until("a step of each rank", LIMIT, || {
+            let now = steps(own)?;
+            Ok(now.iter().zip(&before).all(|(now, before)| now > before).then_some(now))
+        })
+    };
+    advance(&own)?;
+    for image in ["first", "second"] {
+        let image = case.path(image);
+        own.checkpoint(&image)?;
+        let before = advance(&own)?;
+        own.checkpoint_and_end(&image)?;
+        own.restore(&image)?;
+        let after = advance(&own)?;
+        let none_lost = after.iter().zip(&before).all(|(after, before)| after > before);
+        ensure!(none_lost, "the ranks began anew: {before:?}, then {after:?}");
+    }
+    own.delete()
 }
 
 /// CRIU dumps what descends from the container's first process. What exec starts does when the process
