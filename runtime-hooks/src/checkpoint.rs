@@ -66,11 +66,12 @@ pub struct Request<'a> {
 }
 
 impl Request<'_> {
-    fn gate(&self) -> Gate<'_> {
+    fn gate(&self, facts: &DriverFacts) -> Gate<'_> {
         Gate {
             allowed: self.annotations,
             minimum_driver: self.minimum_driver,
             given_job: self.given_job.is_some(),
+            jobs_are_trusted: job::trusted(facts, self.minimum_driver),
         }
     }
 }
@@ -97,7 +98,7 @@ pub fn checkpoint(
     let suspended = if cuda.is_empty() {
         freeze(parts, &mut progress)
     } else {
-        let (gate, limits) = (request.gate(), &request.limits);
+        let (gate, limits) = (request.gate(&facts), &request.limits);
         suspend(parts, &mut entry, &mut cuda, &gate, limits, &mut progress)
     };
     let made = suspended.and_then(|()| dump(parts, request, &entry, &cuda, &facts, &mut progress));
@@ -187,20 +188,20 @@ fn preflight(
     refuse_strays(parts.processes, cuda, request.container.init.pid)?;
     find_uses(parts, cuda);
     let membership = membership(parts, request, cuda, &facts)?;
-    request.gate().check(cuda, membership.is_some())?;
+    request.gate(&facts).check(cuda, membership.is_some())?;
     parts.image.prepare()?;
     parts.driver.join(membership.as_ref().map(|membership| &membership.job));
     begin(parts, request, membership).map(|entry| (facts, entry))
 }
 
-/// The job that the processes are in, if this driver's jobs are relied on.
+/// The job that the processes are in, if this driver has jobs.
 fn membership(
     parts: &mut Parts<'_>,
     request: &Request<'_>,
     cuda: &[CudaProcess],
     facts: &DriverFacts,
 ) -> Result<Option<Membership>, Cause> {
-    if !job::trusted(facts, request.minimum_driver) {
+    if !job::known(facts) {
         return Ok(None);
     }
     let Some(found) = job::find(parts.driver, parts.processes, cuda)? else { return Ok(None) };

@@ -115,6 +115,8 @@ pub struct Gate<'a> {
     pub minimum_driver: u32,
     /// Whether it was given a job file.
     pub given_job: bool,
+    /// Whether jobs of this driver keep what is shared.
+    pub jobs_are_trusted: bool,
 }
 
 impl Gate<'_> {
@@ -122,7 +124,7 @@ impl Gate<'_> {
     /// processes are in a job or the container's annotations allow it: memory shared between
     /// processes or between GPUs.
     pub fn check(&self, cuda: &[CudaProcess], in_job: bool) -> Result<(), Cause> {
-        if in_job {
+        if in_job && self.jobs_are_trusted {
             return Ok(());
         }
         several_processes(self, cuda)?;

@@ -207,8 +207,20 @@ fn a_file_that_cannot_be_used_is_named() {
 
 #[test]
 fn an_old_drivers_jobs_count_for_nothing() {
+    // A single process needs no trust, and is operated in its job.
+    let world = World::new(1, false).in_job();
+    world.with(|state| state.driver = "590.44");
+    take(&world, After::LeaveRunning).unwrap();
+    assert!(world.with(|state| state.manifest.clone()).unwrap().job.is_some());
+
+    for (driver, asks) in [("609.99", true), ("580.159", false)] {
+        old_driver(driver, asks);
+    }
+}
+
+fn old_driver(driver: &'static str, asks: bool) {
     let world = World::new(2, false).in_job();
-    world.with(|state| state.driver = "609.99");
+    world.with(|state| state.driver = driver);
     let said = world.run(|parts| {
         let cuda = discover(parts).unwrap();
         asked(EXIT, &Annotations::default(), |request| checkpoint(parts, request, cuda))
@@ -218,7 +230,8 @@ fn an_old_drivers_jobs_count_for_nothing() {
     for way in ["dev.stasis.job=file, which needs driver branch 610", "multi-process=allow"] {
         assert!(said.contains(way), "{said}");
     }
-    assert!(!world.log().contains(&"job-files".to_owned()), "no environment is read for it");
+    let asked = world.log().contains(&"job-files".to_owned());
+    assert_eq!(asked, asks, "{driver}: whether environments are read");
 }
 
 #[test]

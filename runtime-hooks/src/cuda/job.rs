@@ -14,6 +14,12 @@ use crate::processes::{Pid, ProcessId};
 /// The environment variable that names the job file.
 pub const VARIABLE: &str = "CUDA_CHECKPOINT_JOB_FILE";
 
+/// Where a container that was given a job file finds it.
+pub const DESTINATION: &str = "/run/stasis/cuda-job";
+
+/// The first branch of the driver that has jobs: from then on it wants callers to be in the job.
+pub const FIRST_BRANCH: u32 = 590;
+
 /// A file, however it is named.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Identity {

@@ -19,7 +19,7 @@ use sha2::{Digest as _, Sha256};
 use stasis_config::manifest::MAX_JOB_BYTES;
 use stasis_config::text::printable;
 
-use super::job::{Copied, Identity, Job, Named, Neighbour, Unusable, VARIABLE, Way};
+use super::job::{Copied, DESTINATION, Identity, Job, Named, Neighbour, Unusable, VARIABLE, Way};
 use crate::processes::{ProcessId, start_time};
 
 /// No environment is larger: the kernel allows a quarter of the stack's limit, and at most 6 MiB.
@@ -32,10 +32,33 @@ pub(super) fn named_by(
     process: ProcessId,
     neighbours: &[Neighbour],
 ) -> Result<Option<Named>, Unusable> {
-    let Some(value) = variable(process) else { return Ok(None) };
-    let named = printable(&String::from_utf8_lossy(&value), SHOWN);
+    match variable(process) {
+        Variable::Is(value) => resolve(process, &value, neighbours),
+        Variable::IsNot => Ok(None),
+        // What it began with is what it was given, or what others of the container have.
+        Variable::Overwritten => {
+            let others = neighbours.iter().filter_map(|other| match variable(other.id) {
+                Variable::Is(value) => Some(value),
+                Variable::IsNot | Variable::Overwritten => None,
+            });
+            let given = DESTINATION.as_bytes().to_vec();
+            let found = std::iter::once(given)
+                .chain(others)
+                .find_map(|value| resolve(process, &value, neighbours).ok().flatten());
+            Ok(found)
+        }
+    }
+}
+
+/// The job file of this name.
+fn resolve(
+    process: ProcessId,
+    value: &[u8],
+    neighbours: &[Neighbour],
+) -> Result<Option<Named>, Unusable> {
+    let named = printable(&String::from_utf8_lossy(value), SHOWN);
     let unusable = |reason: String| Unusable { named: named.clone(), reason };
-    let way = way(process, &value, neighbours).map_err(unusable)?;
+    let way = way(process, value, neighbours).map_err(unusable)?;
     let reached = reach(&way).and_then(|reached| {
         if let Some(process) = way.process()
             && start_time(process.pid) != Some(process.start_time)
@@ -61,15 +84,35 @@ pub(super) fn named_by(
     }
 }
 
-/// The variable in the environment with which a process began. None if it is gone.
-fn variable(process: ProcessId) -> Option<Vec<u8>> {
+/// The variable in the environment with which a process began.
+#[derive(Debug, PartialEq, Eq)]
+enum Variable {
+    Is(Vec<u8>),
+    /// Not there, or the process is gone.
+    IsNot,
+    /// The process has written its title over its environment, as setproctitle does, and by it the
+    /// workers of model servers.
+    Overwritten,
+}
+
+fn variable(process: ProcessId) -> Variable {
     let mut environment = Vec::new();
-    let file = File::open(format!("/proc/{}/environ", process.pid)).ok()?;
-    file.take(MAX_ENVIRONMENT).read_to_end(&mut environment).ok()?;
-    if start_time(process.pid) != Some(process.start_time) {
-        return None;
+    let read = File::open(format!("/proc/{}/environ", process.pid))
+        .and_then(|file| file.take(MAX_ENVIRONMENT).read_to_end(&mut environment));
+    if read.is_err() || start_time(process.pid) != Some(process.start_time) {
+        return Variable::IsNot;
     }
-    value_in(&environment).map(<[u8]>::to_vec)
+    match value_in(&environment) {
+        Some(value) => Variable::Is(value.to_vec()),
+        None if is_overwritten(&environment) => Variable::Overwritten,
+        None => Variable::IsNot,
+    }
+}
+
+/// Whether this is not as the kernel has laid it out: `NAME=VALUE` and a null, again and again.
+fn is_overwritten(environment: &[u8]) -> bool {
+    let Some(entries) = environment.strip_suffix(&[0]) else { return !environment.is_empty() };
+    !entries.split(|&byte| byte == 0).all(|entry| entry.iter().skip(1).any(|&byte| byte == b'='))
 }
 
 /// An empty value counts as none.
@@ -363,6 +406,18 @@ mod tests {
             assert_eq!(of(none), None);
         }
         assert_eq!(of(b"CUDA_CHECKPOINT_JOB_FILE_2=/j\0"), None);
+    }
+
+    #[test]
+    fn an_environment_with_a_title_over_it_is_known() {
+        for whole in [&b""[..], b"A=1\0B=\0", b"A=1\0", b"A==\0"] {
+            assert!(!is_overwritten(whole), "{whole:?}");
+        }
+        for title in
+            [&b"\0\0\0"[..], b"VLLM::Worker_TP0\0\0\0", b"title\0B=1\0", b"A=1\0B", b"=x\0"]
+        {
+            assert!(is_overwritten(title), "{title:?}");
+        }
     }
 
     #[test]

@@ -112,14 +112,17 @@ impl Exec {
 }
 
 /// Not among the descriptors that a caller may pass on to the container by their number.
-const FIRST_DESCRIPTOR: i32 = 100;
+const FIRST_DESCRIPTOR: i32 = 900;
+/// Where so many are not allowed.
+const NEXT_BEST_DESCRIPTOR: i32 = 100;
 
 /// Kept over execve. The runtime gives the container none of the descriptors that it was not told to.
 fn in_memory(process: &Value) -> io::Result<OwnedFd> {
     let mut file: File = memfd_create(c"process.json", MFdFlags::MFD_CLOEXEC)?.into();
     file.write_all(process.to_string().as_bytes())?;
     file.rewind()?;
-    let kept = rustix::io::fcntl_dupfd_cloexec(&file, FIRST_DESCRIPTOR)?;
+    let kept = rustix::io::fcntl_dupfd_cloexec(&file, FIRST_DESCRIPTOR)
+        .or_else(|_| rustix::io::fcntl_dupfd_cloexec(&file, NEXT_BEST_DESCRIPTOR))?;
     rustix::io::fcntl_setfd(&kept, rustix::io::FdFlags::empty())?;
     Ok(kept)
 }

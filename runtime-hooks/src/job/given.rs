@@ -107,6 +107,14 @@ impl<'a> Given<'a> {
 
     fn rootfs(&self) -> Result<PathBuf, JobError> {
         let (_, config) = ConfigFile::read(&self.bundle)?;
+        // Others may have it, too; and who may not write to it gets nothing written by naming it.
+        if config["root"]["readonly"] == true {
+            return Err(JobError::Conflict(
+                "the image has its job file in its root file system, and that of the new container is \
+                 read-only"
+                    .to_owned(),
+            ));
+        }
         let path = config["root"]["path"].as_str().unwrap_or("rootfs");
         Ok(self.bundle.join(path))
     }

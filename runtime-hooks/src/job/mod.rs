@@ -20,15 +20,13 @@ use oci_spec::runtime::Spec;
 use serde::{Deserialize, Serialize};
 use stasis_config::manifest::JobFile;
 
-use crate::cuda::job::{Identity, Job, Named, Neighbour, Unusable};
+pub use crate::cuda::job::DESTINATION;
+use crate::cuda::job::{FIRST_BRANCH, Identity, Job, Named, Neighbour, Unusable};
 use crate::cuda::{Driver, DriverError, DriverFacts};
 use crate::error::Who;
 use crate::parts::CudaProcess;
 use crate::processes::{Processes, ProcessesError};
 use crate::spec;
-
-/// Where a container that was given a job file finds it.
-pub const DESTINATION: &str = "/run/stasis/cuda-job";
 
 /// Why there is no job, or not this one.
 #[derive(Debug, thiserror::Error)]
@@ -123,6 +121,12 @@ pub enum JobError {
     /// See there.
     #[error(transparent)]
     Helper(DriverError),
+}
+
+/// Whether this driver has jobs at all. Then a member is operated in its job, whatever the job keeps.
+#[must_use]
+pub fn known(facts: &DriverFacts) -> bool {
+    facts.branch().is_some_and(|branch| branch >= FIRST_BRANCH)
 }
 
 /// Whether jobs of this driver are relied on: it has the branch that the administrator trusts.

@@ -1,9 +1,10 @@
 //! All of a container is one job, or nothing is done.
 
 use std::fs;
+use std::os::unix::fs::FileExt as _;
 use std::time::Duration;
 
-use anyhow::{Result, ensure};
+use anyhow::{Context as _, Result, ensure};
 use stasis_integration::case::Case;
 use stasis_integration::wait;
 
@@ -24,8 +25,50 @@ pub(super) fn tests() -> Vec<Test> {
             joined_by(case, &join, &["(ipc)", "different jobs", super::GIVEN, "/proc/self/fd/"])
         }),
         Test::new("ranks_go_on", ranks_go_on),
+        Test::new("titles_over_the_environment", titles),
         Test::new("one_of_exec_that_stays_outside_refused", stays_outside),
     ]
+}
+
+/// As setproctitle does: what a process began with is then no more to be read.
+fn titles(case: &Case<'_>) -> Result<()> {
+    case.gpu.driver(KEEPS)?;
+    let launched = Own::new(case, "b", &[&LAUNCH[..], &super::IPC].concat())?;
+    for (mut own, left) in [(Own::annotated(case, "a")?, 0), (launched, 1)] {
+        own.start()?;
+        own.expect()?;
+        let init = own.init()?.as_raw();
+        let children = fs::read_to_string(format!("/proc/{init}/task/{init}/children"))?;
+        let mut members: Vec<i32> =
+            children.split_whitespace().map(str::parse).collect::<Result<_, _>>()?;
+        members.push(init);
+        ensure!(members.len() == 4, "the members are {members:?}");
+        for pid in &members[left..] {
+            overwrite(*pid)?;
+            own.checkpoint(&case.path("image"))?;
+            own.expect()?;
+        }
+        let image = case.path("ended");
+        own.checkpoint_and_end(&image)?;
+        own.restore(&image)?;
+        own.expect()?;
+        own.delete()?;
+        fs::remove_dir_all(image)?;
+    }
+    Ok(())
+}
+
+/// Writes over the environment of a process.
+fn overwrite(pid: i32) -> Result<()> {
+    let stat = fs::read_to_string(format!("/proc/{pid}/stat"))?;
+    let fields: Vec<&str> = stat.rsplit_once(") ").context("no stat")?.1.split(' ').collect();
+    // Fields 50 and 51: where it begins and ends. The first here is field 3.
+    let (begin, end): (u64, u64) = (fields[47].parse()?, fields[48].trim().parse()?);
+    let mut over = b"worker of a server".to_vec();
+    over.resize(usize::try_from(end - begin)?, 0);
+    let memory = fs::OpenOptions::new().write(true).open(format!("/proc/{pid}/mem"))?;
+    memory.write_all_at(&over, begin)?;
+    Ok(())
 }
 
 /// They wait for each other at each step, and are locked one after the other.
