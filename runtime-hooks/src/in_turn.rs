@@ -45,6 +45,8 @@ pub(crate) fn lock(
 ) -> Result<(), Cause> {
     let mut turns = Turns { cuda, locked: BTreeSet::new(), round: 0, frozen: entry.frozen };
     turns.hold(parts)?;
+    // One is asked at a time: only a call without an answer can leave a lock pending.
+    entry.locking = false;
     let mut timeout = FIRST;
     loop {
         interruptible(parts)?;
