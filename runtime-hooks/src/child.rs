@@ -218,25 +218,34 @@ impl Drop for Helper {
     }
 }
 
+/// A shell script in a directory, for tests to execute.
+///
+/// Another process writes it: a test beside this may fork while it is open for writing, and it could
+/// not be executed until that child has executed something else (ETXTBSY).
+#[cfg(test)]
+#[allow(clippy::unwrap_used, reason = "for tests")]
+pub(crate) fn script(directory: &Path, text: &str) -> PathBuf {
+    let path = directory.join("script");
+    let mut writer = Command::new("sh")
+        .args(["-c", "cat >\"$0\" && chmod 755 \"$0\""])
+        .arg(&path)
+        .stdin(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let text = format!("#!/bin/sh\n{text}\n");
+    writer.stdin.take().unwrap().write_all(text.as_bytes()).unwrap();
+    assert!(writer.wait().unwrap().success());
+    path
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
 
     /// A helper that is this script.
-    fn helper(script: &str) -> (tempfile::TempDir, Helper) {
+    fn helper(text: &str) -> (tempfile::TempDir, Helper) {
         let directory = tempfile::tempdir().unwrap();
-        let path = directory.path().join("helper");
-        // Another process writes it: a test beside this may fork while it is open for writing, and
-        // it could not be executed until that child has executed something else (ETXTBSY).
-        let mut writer = Command::new("sh")
-            .args(["-c", "cat >\"$0\" && chmod 755 \"$0\""])
-            .arg(&path)
-            .stdin(Stdio::piped())
-            .spawn()
-            .unwrap();
-        let text = format!("#!/bin/sh\n{script}\n");
-        writer.stdin.take().unwrap().write_all(text.as_bytes()).unwrap();
-        assert!(writer.wait().unwrap().success());
+        let path = script(directory.path(), text);
         let helper = Helper::start(&Program::at(path), "__driver").unwrap();
         (directory, helper)
     }

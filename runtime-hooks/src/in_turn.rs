@@ -22,7 +22,7 @@ use crate::hold::Keep;
 use crate::journal::Entry;
 use crate::parts::{CudaProcess, Limits, Parts};
 use crate::processes::Pid;
-use crate::suspend::{STATE, check, driver_runs, interruptible, verify};
+use crate::suspend::{STATE, check, driver_runs, interruptible, verify_locked};
 
 /// How long one is waited for, the first time. Longer than it takes until a thread that is held inside
 /// a CUDA call is let out of it.
@@ -54,11 +54,7 @@ pub(crate) fn lock(
         let left = deadline.saturating_duration_since(Instant::now());
         let now = timeout.min(left).max(Duration::from_millis(1));
         let Some(ahead) = turns.lock_each(parts, entry, now)? else {
-            let wanted = |process: &CudaProcess| match process.found {
-                Some(CudaState::Checkpointed) => CudaState::Checkpointed,
-                _ => CudaState::Locked,
-            };
-            return verify(parts.driver, parts.processes, cuda, wanted, STATE);
+            return verify_locked(parts, cuda);
         };
         if Instant::now() >= deadline {
             let (waited, attempts) = (limits.lock, turns.round);

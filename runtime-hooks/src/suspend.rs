@@ -166,9 +166,7 @@ fn lock_all(
         cuda.iter().filter(|process| process.found == Some(CudaState::Running)).collect();
     let asked: Vec<Pid> = running.iter().map(|process| process.pid()).collect();
     if entry.job.is_some() && running.len() > 1 {
-        in_turn::lock(parts, entry, cuda, deadline, limits)?;
-        entry.locking = false;
-        return Ok(());
+        return in_turn::lock(parts, entry, cuda, deadline, limits);
     }
     let mut attempts = 0;
     let mut timeout = FIRST_ATTEMPT;
@@ -218,12 +216,7 @@ fn lock_all(
             }
         }
         let Some(first) = not_ready.first() else {
-            let wanted = |process: &CudaProcess| match process.found {
-                Some(CudaState::Checkpointed) => CudaState::Checkpointed,
-                _ => CudaState::Locked,
-            };
-            verify(parts.driver, parts.processes, cuda, wanted, STATE)?;
-            return Ok(());
+            return verify_locked(parts, cuda);
         };
         if Instant::now() >= deadline {
             return Err(Cause::NotReady { who: first.who(), waited: limits.lock, attempts });
@@ -238,6 +231,15 @@ fn lock_all(
         std::thread::sleep(PAUSE);
         timeout *= 2;
     }
+}
+
+/// All are LOCKED, but those that were found CHECKPOINTED.
+pub(crate) fn verify_locked(parts: &mut Parts<'_>, cuda: &[CudaProcess]) -> Result<(), Cause> {
+    let wanted = |process: &CudaProcess| match process.found {
+        Some(CudaState::Checkpointed) => CudaState::Checkpointed,
+        _ => CudaState::Locked,
+    };
+    verify(parts.driver, parts.processes, cuda, wanted, STATE)
 }
 
 /// What runs while the driver locks.

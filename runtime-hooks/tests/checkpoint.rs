@@ -3,9 +3,9 @@
 
 mod common;
 
-use common::{Fault, World, process};
-use stasis_config::{Annotations, manifest};
-use stasis_hooks::checkpoint::{After, Request, again, checkpoint, parked};
+use common::{Fault, World, asked, position, process};
+use stasis_config::Annotations;
+use stasis_hooks::checkpoint::{After, again, checkpoint, parked};
 use stasis_hooks::cuda::CudaState;
 use stasis_hooks::discover::discover;
 use stasis_hooks::error::{Failure, Left, Phase};
@@ -14,27 +14,8 @@ use stasis_hooks::resume::{repair, resume};
 
 const EXIT: After = After::Exit { by_criu: false };
 
-fn spec() -> oci_spec::runtime::Spec {
-    serde_json::from_str(r#"{"ociVersion":"1.0.2","root":{"path":"rootfs"}}"#).unwrap()
-}
-
 fn take(world: &World, after: After) -> Result<(), Failure> {
     take_with(world, after, &Annotations { multi_process: true, ..Annotations::default() })
-}
-
-/// Has `act` make a checkpoint that is asked for in this way.
-fn asked<T>(after: After, annotations: &Annotations, act: impl FnOnce(&Request<'_>) -> T) -> T {
-    act(&Request {
-        container: &World::container(),
-        spec: &spec(),
-        annotations,
-        mountinfo: "",
-        dump: manifest::Dump::default(),
-        after,
-        minimum_driver: 610,
-        given_job: None,
-        limits: World::limits(),
-    })
 }
 
 fn take_with(world: &World, after: After, annotations: &Annotations) -> Result<(), Failure> {
@@ -43,10 +24,6 @@ fn take_with(world: &World, after: After, annotations: &Annotations) -> Result<(
         assert!(!cuda.is_empty());
         asked(after, annotations, |request| checkpoint(parts, request, cuda))
     })
-}
-
-fn position(log: &[String], call: &str) -> usize {
-    log.iter().position(|entry| entry == call).unwrap_or_else(|| panic!("no {call} in {log:?}"))
 }
 
 #[test]

@@ -3,33 +3,17 @@
 
 mod common;
 
-use common::{DIGEST, Fault, INIT, World, identity, process};
+use common::{DIGEST, Fault, INIT, World, asked, identity, position, process, restore};
 use stasis_config::manifest::{self, JobFile};
 use stasis_config::{Annotations, Manifest};
 use stasis_hooks::checkpoint::{After, Request, again, checkpoint, parked};
 use stasis_hooks::cuda::CudaState;
 use stasis_hooks::discover::discover;
 use stasis_hooks::error::{Cause, Failure, Left};
-use stasis_hooks::processes::{Pid, Processes};
-use stasis_hooks::restore::{self, RestoreParts, restore};
+use stasis_hooks::processes::Pid;
 use stasis_hooks::resume::{repair, resume};
 
 const EXIT: After = After::Exit { by_criu: false };
-
-fn asked<T>(after: After, annotations: &Annotations, act: impl FnOnce(&Request<'_>) -> T) -> T {
-    let spec = serde_json::from_str(r#"{"ociVersion":"1.0.2","root":{"path":"rootfs"}}"#).unwrap();
-    act(&Request {
-        container: &World::container(),
-        spec: &spec,
-        annotations,
-        mountinfo: "",
-        dump: manifest::Dump::default(),
-        after,
-        minimum_driver: 610,
-        given_job: None,
-        limits: World::limits(),
-    })
-}
 
 fn take_with(world: &World, after: After, annotations: &Annotations) -> Result<(), Failure> {
     world.run(|parts| {
@@ -40,10 +24,6 @@ fn take_with(world: &World, after: After, annotations: &Annotations) -> Result<(
 
 fn take(world: &World, after: After) -> Result<(), Failure> {
     take_with(world, after, &Annotations::default())
-}
-
-fn position(log: &[String], call: &str) -> usize {
-    log.iter().position(|entry| entry == call).unwrap_or_else(|| panic!("no {call} in {log:?}"))
 }
 
 /// For whom the driver was asked to do this, each time.
@@ -356,42 +336,10 @@ fn image(count: i32, job: Option<JobFile>) -> Manifest {
     }
 }
 
-fn restored(count: i32) -> World {
-    let world = World::new(count, false).in_job();
-    world.with(|state| {
-        for state in state.cuda.values_mut() {
-            *state = CudaState::Checkpointed;
-        }
-    });
-    world
-}
-
-fn run(world: &World, manifest: &Manifest) -> Result<(), Failure> {
-    let (mut driver, mut runtime, mut journal) = (world.clone(), world.clone(), world.clone());
-    let (mut container, mut job) = (world.clone(), world.clone());
-    let found = || {
-        if world.with(|state| state.processes.is_empty()) {
-            return Err(Cause::Gone);
-        }
-        Ok((INIT, Box::new(world.clone()) as Box<dyn Processes>))
-    };
-    let mut parts = RestoreParts {
-        driver: &mut driver,
-        runtime: &mut runtime,
-        journal: &mut journal,
-        container: &mut container,
-        job: &mut job,
-        restored: &found,
-        interrupted: &|| false,
-    };
-    let (container, image) = ("c1", "/image".as_ref());
-    restore(&mut parts, &restore::Request { container, image, manifest, limits: World::limits() })
-}
-
 #[test]
 fn a_restore_places_the_file_first_and_asks_in_the_recorded_order() {
-    let world = restored(3);
-    run(&world, &image(3, Some(JobFile::Made))).unwrap();
+    let world = World::restored(3).in_job();
+    restore(&world, &image(3, Some(JobFile::Made))).unwrap();
     assert_eq!(world.states(), [CudaState::Running; 3]);
     let log = world.log();
     assert!(position(&log, "place-job") < position(&log, "runc-restore"), "{log:?}");
@@ -405,14 +353,14 @@ fn a_restore_places_the_file_first_and_asks_in_the_recorded_order() {
 #[test]
 fn restored_processes_with_another_job_file_are_not_given_to_the_driver() {
     for expected in ["no job", "is not in the job", "not as it was in the checkpoint"] {
-        let world = restored(2);
+        let world = World::restored(2).in_job();
         let mut manifest = image(2, Some(JobFile::Dumped));
         match expected {
             "no job" => world.with(|state| state.jobs.clear()),
             "is not in the job" => world.with(|state| assert!(state.jobs.remove(&102).is_some())),
             _ => manifest.job.as_mut().unwrap().sha256 = "0".repeat(64),
         }
-        let failure = run(&world, &manifest).unwrap_err();
+        let failure = restore(&world, &manifest).unwrap_err();
         assert!(failure.to_string().contains(expected), "{failure}");
         assert!(matches!(failure.left, Left::Removed), "{failure}");
         assert_eq!(asked_for(&world, "restore"), Vec::<Vec<Pid>>::new());
@@ -424,8 +372,8 @@ fn every_failed_restore_takes_its_job_file_back() {
     for call in
         ["place-job", "complete", "runc-restore", "nodes", "job-files", "copy-job", "restore"]
     {
-        let world = restored(2).fault(call, Fault::Error(999), 99);
-        let failure = run(&world, &image(2, Some(JobFile::Made))).unwrap_err();
+        let world = World::restored(2).in_job().fault(call, Fault::Error(999), 99);
+        let failure = restore(&world, &image(2, Some(JobFile::Made))).unwrap_err();
         assert!(world.log().contains(&"take-back-job".to_owned()), "{call}: {failure}");
         let untouched = matches!(failure.left, Left::Untouched);
         assert_eq!(untouched, matches!(call, "place-job" | "complete"), "{call}: {failure}");
@@ -434,12 +382,12 @@ fn every_failed_restore_takes_its_job_file_back() {
 
 #[test]
 fn a_refusal_in_a_job_is_not_taken_for_the_loss_without_one() {
-    let world = restored(2).fault("restore", Fault::Error(1), 99);
-    let failure = run(&world, &image(2, Some(JobFile::Made))).unwrap_err();
+    let world = World::restored(2).in_job().fault("restore", Fault::Error(1), 99);
+    let failure = restore(&world, &image(2, Some(JobFile::Made))).unwrap_err();
     assert!(matches!(failure.cause, Cause::Driver { .. }), "{failure}");
-    let world = restored(2).fault("restore", Fault::Error(1), 99);
+    let world = World::restored(2).in_job().fault("restore", Fault::Error(1), 99);
     world.with(|state| state.jobs.clear());
-    let failure = run(&world, &image(2, None)).unwrap_err();
+    let failure = restore(&world, &image(2, None)).unwrap_err();
     assert!(matches!(failure.cause, Cause::SharedLost { .. }), "{failure}");
     assert!(failure.to_string().contains("the image cannot bring it back"), "{failure}");
 }

@@ -3,12 +3,10 @@
 
 mod common;
 
-use common::{Fault, World};
+use common::{Fault, World, restore};
 use stasis_config::{Manifest, manifest};
 use stasis_hooks::cuda::CudaState;
-use stasis_hooks::error::{Cause, Failure, Left};
-use stasis_hooks::processes::Processes;
-use stasis_hooks::restore::{Request, RestoreParts, restore};
+use stasis_hooks::error::Left;
 
 fn image(count: i32) -> Manifest {
     Manifest {
@@ -26,46 +24,10 @@ fn image(count: i32) -> Manifest {
     }
 }
 
-/// As CRIU leaves it: running, each process CHECKPOINTED.
-fn restored(count: i32) -> World {
-    let world = World::new(count, false);
-    world.with(|state| {
-        for state in state.cuda.values_mut() {
-            *state = CudaState::Checkpointed;
-        }
-    });
-    world
-}
-
-fn run(world: &World, manifest: &Manifest) -> Result<(), Failure> {
-    let (mut driver, mut runtime, mut journal) = (world.clone(), world.clone(), world.clone());
-    let (mut container, mut job) = (world.clone(), world.clone());
-    let found = || {
-        let gone = world.with(|state| state.processes.is_empty());
-        if gone {
-            Err(Cause::Gone)
-        } else {
-            Ok((common::INIT, Box::new(world.clone()) as Box<dyn Processes>))
-        }
-    };
-    let mut parts = RestoreParts {
-        driver: &mut driver,
-        runtime: &mut runtime,
-        journal: &mut journal,
-        container: &mut container,
-        job: &mut job,
-        restored: &found,
-        interrupted: &|| world.with(|state| state.interrupted),
-    };
-    let request =
-        Request { container: "c1", image: "/image".as_ref(), manifest, limits: World::limits() };
-    restore(&mut parts, &request)
-}
-
 #[test]
 fn it_has_started_only_when_its_cuda_works() {
-    let world = restored(3);
-    run(&world, &image(3)).unwrap();
+    let world = World::restored(3);
+    restore(&world, &image(3)).unwrap();
     assert_eq!(world.states(), [CudaState::Running; 3]);
     world.with(|state| assert!(state.entry.is_none()));
     assert_eq!(world.log().iter().filter(|call| *call == "restore").count(), 1, "in parallel");
@@ -73,8 +35,8 @@ fn it_has_started_only_when_its_cuda_works() {
 
 #[test]
 fn a_passing_lack_of_memory_is_waited_for() {
-    let world = restored(1).fault("restore", Fault::Error(2), 2);
-    run(&world, &image(1)).unwrap();
+    let world = World::restored(1).fault("restore", Fault::Error(2), 2);
+    restore(&world, &image(1)).unwrap();
     assert_eq!(world.states(), [CudaState::Running]);
 }
 
@@ -82,8 +44,8 @@ fn a_passing_lack_of_memory_is_waited_for() {
 fn a_lost_caller_is_no_lost_operation() {
     for fault in [Fault::HangAfter, Fault::Crash] {
         for call in ["restore", "unlock"] {
-            let world = restored(1).fault(call, fault, 1);
-            run(&world, &image(1)).unwrap();
+            let world = World::restored(1).fault(call, fault, 1);
+            restore(&world, &image(1)).unwrap();
             assert_eq!(world.states(), [CudaState::Running], "{call} {fault:?}");
         }
     }
@@ -94,8 +56,8 @@ fn every_failure_leaves_nothing() {
     let calls = ["runc-restore", "nodes", "restore", "unlock", "states", "probe", "journal"];
     for call in calls {
         for fault in [Fault::Error(999), Fault::Hang, Fault::Lie] {
-            let world = restored(2).fault(call, fault, 99);
-            let failure = run(&world, &image(2)).unwrap_err();
+            let world = World::restored(2).fault(call, fault, 99);
+            let failure = restore(&world, &image(2)).unwrap_err();
             assert!(matches!(failure.left, Left::Removed), "{call}: {failure}");
             world.with(|state| {
                 assert!(state.processes.is_empty(), "{call} left processes");
@@ -108,23 +70,23 @@ fn every_failure_leaves_nothing() {
 
 #[test]
 fn an_interrupted_restore_leaves_nothing() {
-    let world = restored(1);
+    let world = World::restored(1);
     world.with(|state| state.interrupted = true);
-    let failure = run(&world, &image(1)).unwrap_err();
+    let failure = restore(&world, &image(1)).unwrap_err();
     assert!(failure.to_string().contains("interrupted"));
     assert!(world.with(|state| state.processes.is_empty()));
 }
 
 #[test]
 fn a_process_that_is_missing_is_named() {
-    let failure = run(&restored(1), &image(2)).unwrap_err();
+    let failure = restore(&World::restored(1), &image(2)).unwrap_err();
     assert!(failure.to_string().contains("process 3 (p2)"), "{failure}");
 }
 
 #[test]
 fn what_the_new_container_may_not_have_is_refused_before_anything_runs() {
-    let world = restored(1).fault("complete", Fault::Error(1), 1);
-    let failure = run(&world, &image(1)).unwrap_err();
+    let world = World::restored(1).fault("complete", Fault::Error(1), 1);
+    let failure = restore(&world, &image(1)).unwrap_err();
     assert!(failure.to_string().contains("not given"), "{failure}");
     assert!(matches!(failure.left, Left::Untouched));
     assert!(!world.log().contains(&"runc-restore".to_owned()));
@@ -132,8 +94,8 @@ fn what_the_new_container_may_not_have_is_refused_before_anything_runs() {
 
 #[test]
 fn config_json_is_complete_before_runc_and_the_nodes_are_there_before_the_driver() {
-    let world = restored(1);
-    run(&world, &image(1)).unwrap();
+    let world = World::restored(1);
+    restore(&world, &image(1)).unwrap();
     let log = world.log();
     let at = |call: &str| log.iter().position(|logged| logged == call).unwrap();
     assert!(at("complete") < at("runc-restore"));
@@ -144,8 +106,8 @@ fn config_json_is_complete_before_runc_and_the_nodes_are_there_before_the_driver
 #[test]
 fn config_json_is_put_back_after_each_failure() {
     for call in ["complete", "runc-restore", "nodes", "probe", "restore", "unlock", "journal"] {
-        let world = restored(1).fault(call, Fault::Error(999), 99);
-        run(&world, &image(1)).unwrap_err();
+        let world = World::restored(1).fault(call, Fault::Error(999), 99);
+        restore(&world, &image(1)).unwrap_err();
         assert!(world.log().contains(&"put-back".to_owned()), "{call}");
     }
 }
@@ -154,14 +116,14 @@ fn config_json_is_put_back_after_each_failure() {
 fn another_driver_is_refused() {
     let mut manifest = image(1);
     manifest.driver.version = "550.54".into();
-    let failure = run(&restored(1), &manifest).unwrap_err();
+    let failure = restore(&World::restored(1), &manifest).unwrap_err();
     assert!(failure.to_string().contains("made with driver 550.54, and this host has 580.1"));
 }
 
 #[test]
 fn a_host_without_driver_is_refused() {
-    let world = restored(1).fault("facts", Fault::Error(1), 9);
-    let failure = run(&world, &image(1)).unwrap_err();
+    let world = World::restored(1).fault("facts", Fault::Error(1), 9);
+    let failure = restore(&world, &image(1)).unwrap_err();
     assert!(failure.to_string().contains("libcuda"), "{failure}");
     assert!(!world.log().contains(&"runc-restore".to_owned()));
 }
@@ -169,8 +131,8 @@ fn a_host_without_driver_is_refused() {
 #[test]
 fn cuda_that_the_manifest_does_not_name_is_not_started() {
     for named in [0, 1] {
-        let world = restored(2);
-        let failure = run(&world, &image(named)).unwrap_err();
+        let world = World::restored(2);
+        let failure = restore(&world, &image(named)).unwrap_err();
         assert!(failure.to_string().contains("manifest does not name it"), "{failure}");
         assert!(world.with(|state| state.processes.is_empty()));
     }
@@ -178,11 +140,11 @@ fn cuda_that_the_manifest_does_not_name_is_not_started() {
 
 #[test]
 fn an_image_without_cuda_needs_no_driver() {
-    let world = restored(1).fault("facts", Fault::Error(1), 9);
+    let world = World::restored(1).fault("facts", Fault::Error(1), 9);
     world.with(|state| {
         state.cuda.clear();
         state.processes[1].devices.clear();
     });
-    run(&world, &image(0)).unwrap();
+    restore(&world, &image(0)).unwrap();
     assert!(!world.log().contains(&"restore".to_owned()));
 }

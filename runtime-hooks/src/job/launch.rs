@@ -132,25 +132,11 @@ mod tests {
     use super::*;
 
     /// A utility that is this script.
-    fn utility(script: &str) -> (tempfile::TempDir, config::Cuda) {
+    fn utility(text: &str) -> (tempfile::TempDir, config::Cuda) {
         let directory = tempfile::tempdir().unwrap();
-        let path = directory.path().join("utility");
-        // Another process writes it, see the tests of `child`.
-        let mut writer = Command::new("sh")
-            .args(["-c", "cat >\"$0\" && chmod 755 \"$0\""])
-            .arg(&path)
-            .stdin(Stdio::piped())
-            .spawn()
-            .unwrap();
-        writer
-            .stdin
-            .take()
-            .unwrap()
-            .write_all(format!("#!/bin/sh\n{script}\n").as_bytes())
-            .unwrap();
-        assert!(writer.wait().unwrap().success());
+        let utility = crate::child::script(directory.path(), text);
         let init_timeout = Duration::from_secs(20);
-        (directory, config::Cuda { utility: path, init_timeout, ..config::Cuda::default() })
+        (directory, config::Cuda { utility, init_timeout, ..config::Cuda::default() })
     }
 
     fn error(script: &str) -> String {

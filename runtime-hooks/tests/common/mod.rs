@@ -5,6 +5,7 @@
 //! the image is whole, application code that runs where it must not.
 
 #![allow(unreachable_pub, dead_code, reason = "a module of each test")]
+#![allow(clippy::unwrap_used, reason = "these are tests")]
 
 use std::cell::RefCell;
 use std::collections::BTreeMap;
@@ -13,14 +14,15 @@ use std::rc::Rc;
 use std::time::Duration;
 
 use oci_spec::runtime::Spec;
-use stasis_config::{Manifest, manifest};
+use stasis_config::{Annotations, Manifest, manifest};
 use stasis_hooks::cdi::CdiError;
+use stasis_hooks::checkpoint::{self, After};
 use stasis_hooks::container::{Cgroup, CgroupVersion, Container};
 use stasis_hooks::cuda::job::{Copied, Identity, Job, Named, Neighbour, Unusable, Way};
 use stasis_hooks::cuda::{
     Answers, Call, CudaError, CudaState, Driver, DriverError, DriverFacts, GpuUse,
 };
-use stasis_hooks::error::Cause;
+use stasis_hooks::error::{Cause, Failure};
 use stasis_hooks::freezer::{Freezer, FreezerError};
 use stasis_hooks::hold::{Hold, HoldError, Keep, Target};
 use stasis_hooks::image::Image;
@@ -28,7 +30,7 @@ use stasis_hooks::job::{Found, JobError};
 use stasis_hooks::journal::{Entry, Journal, JournalError};
 use stasis_hooks::parts::{Limits, Parts};
 use stasis_hooks::processes::{Pid, Process, ProcessId, Processes, ProcessesError};
-use stasis_hooks::restore::{NewContainer, NewJob};
+use stasis_hooks::restore::{self, NewContainer, NewJob, RestoreParts};
 use stasis_hooks::runc::{RuncError, Runtime};
 
 /// What goes wrong.
@@ -159,6 +161,17 @@ impl World {
     pub fn fault(self, call: &'static str, fault: Fault, times: u32) -> Self {
         self.0.borrow_mut().faults.push((call, fault, times));
         self
+    }
+
+    /// As CRIU leaves a restored container: running, each process CHECKPOINTED.
+    pub fn restored(count: i32) -> Self {
+        let world = Self::new(count, false);
+        world.with(|state| {
+            for state in state.cuda.values_mut() {
+                *state = CudaState::Checkpointed;
+            }
+        });
+        world
     }
 
     /// With a driver that has jobs, and all processes in one.
@@ -745,6 +758,55 @@ impl Journal for World {
         self.with(|state| state.entry = None);
         Ok(())
     }
+}
+
+/// Has `act` make a checkpoint that is asked for in this way.
+pub fn asked<T>(
+    after: After,
+    annotations: &Annotations,
+    act: impl FnOnce(&checkpoint::Request<'_>) -> T,
+) -> T {
+    let spec = serde_json::from_str(r#"{"ociVersion":"1.0.2","root":{"path":"rootfs"}}"#).unwrap();
+    act(&checkpoint::Request {
+        container: &World::container(),
+        spec: &spec,
+        annotations,
+        mountinfo: "",
+        dump: manifest::Dump::default(),
+        after,
+        minimum_driver: 610,
+        given_job: None,
+        limits: World::limits(),
+    })
+}
+
+/// When a call was made for the first time.
+pub fn position(log: &[String], call: &str) -> usize {
+    log.iter().position(|entry| entry == call).unwrap_or_else(|| panic!("no {call} in {log:?}"))
+}
+
+/// Restores the image of this manifest into the world.
+pub fn restore(world: &World, manifest: &Manifest) -> Result<(), Failure> {
+    let (mut driver, mut runtime, mut journal) = (world.clone(), world.clone(), world.clone());
+    let (mut container, mut job) = (world.clone(), world.clone());
+    let found = || {
+        if world.with(|state| state.processes.is_empty()) {
+            return Err(Cause::Gone);
+        }
+        Ok((INIT, Box::new(world.clone()) as Box<dyn Processes>))
+    };
+    let mut parts = RestoreParts {
+        driver: &mut driver,
+        runtime: &mut runtime,
+        journal: &mut journal,
+        container: &mut container,
+        job: &mut job,
+        restored: &found,
+        interrupted: &|| world.with(|state| state.interrupted),
+    };
+    let (container, image) = ("c1", "/image".as_ref());
+    let request = restore::Request { container, image, manifest, limits: World::limits() };
+    restore::restore(&mut parts, &request)
 }
 
 /// The end of an operation whose process was killed.

@@ -185,13 +185,7 @@ fn read_only(case: &Case<'_>) -> Result<()> {
     })?;
     own.start()?;
     own.expect()?;
-    own.checkpoint(&case.path("running"))?;
-    own.expect()?;
-    let image = case.path("image");
-    own.checkpoint_and_end(&image)?;
-    own.restore(&image)?;
-    own.expect()?;
-    own.delete()
+    own.goes_on()
 }
 
 fn on_a_volume(case: &Case<'_>) -> Result<()> {

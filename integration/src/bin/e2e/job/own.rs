@@ -205,6 +205,17 @@ impl<'a> Own<'a> {
         }
     }
 
+    /// A checkpoint that leaves it running, one that ends it, and a restore; then it goes.
+    pub(super) fn goes_on(mut self) -> Result<()> {
+        self.checkpoint(&self.case.path("running"))?;
+        self.expect()?;
+        let image = self.case.path("image");
+        self.checkpoint_and_end(&image)?;
+        self.restore(&image)?;
+        self.expect()?;
+        self.delete()
+    }
+
     /// `delete --force`, after which nothing of it is left.
     pub(super) fn delete(&self) -> Result<()> {
         self.bare.delete(&self.runtime())?;
