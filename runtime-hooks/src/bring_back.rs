@@ -110,11 +110,12 @@ fn attempt(
             parts.hold.settle()?;
         }
         let in_job = entry.job.is_some();
-        if entry.locking {
-            give_back::outlast_lost_locks(parts.driver, &cuda, in_job, limits.lock);
-        }
         give_back::restore(parts.driver, parts.processes, &cuda, in_job, limits.restore)?;
         give_back::unlock(parts.driver, parts.processes, &cuda, limits.restore)?;
+        if entry.locking {
+            give_back::outlast_lost_locks(parts, entry, &cuda, hold, limits.lock)?;
+            give_back::unlock(parts.driver, parts.processes, &cuda, limits.restore)?;
+        }
     }
     match (goal, parts.freezer.frozen()?) {
         (Goal::Paused, false) => parts.freezer.freeze()?,

@@ -71,6 +71,7 @@ impl Request<'_> {
             allowed: self.annotations,
             minimum_driver: self.minimum_driver,
             given_job: self.given_job.is_some(),
+            driver_has_jobs: job::known(facts),
             jobs_are_trusted: job::trusted(facts, self.minimum_driver),
         }
     }
@@ -204,7 +205,9 @@ fn membership(
     if !job::known(facts) {
         return Ok(None);
     }
-    let Some(found) = job::find(parts.driver, parts.processes, cuda)? else { return Ok(None) };
+    let init = request.container.init;
+    let found = job::find(parts.driver, parts.processes, cuda, init)?;
+    let Some(found) = found else { return Ok(None) };
     let origin = found.origin(request.given_job, request.spec, request.mountinfo)?;
     Ok(Some(Membership { job: found.job, origin }))
 }
@@ -249,6 +252,8 @@ fn dump(
     let mut job = None;
     if let Some(membership) = &entry.job {
         progress.enter(Phase::JobFile);
+        // What they name is still what the driver has written to.
+        job::confirm(parts.driver, parts.processes, cuda, entry)?;
         job = Some(copy_job(parts, membership, &request.limits)?);
     }
     progress.enter(Phase::CriuDump);
@@ -275,7 +280,8 @@ fn copy_job(
     let copy = parts.image.path().join(JOB_FILE);
     // What CRIU dumps it restores.
     let to = (membership.origin != JobFile::Dumped).then_some(copy.as_path());
-    let copied = parts.driver.copy_job_file(to, limits.checkpoint).map_err(JobError::Helper)?;
+    let copied = parts.driver.copy_job_file(&membership.job, to, limits.checkpoint);
+    let copied = copied.map_err(JobError::Helper)?;
     let Copied { bytes, sha256 } = copied;
     Ok(manifest::Job { bytes, sha256, file: membership.origin.clone() })
 }

@@ -115,6 +115,8 @@ pub struct Gate<'a> {
     pub minimum_driver: u32,
     /// Whether it was given a job file.
     pub given_job: bool,
+    /// Whether this driver has jobs at all.
+    pub driver_has_jobs: bool,
     /// Whether jobs of this driver keep what is shared.
     pub jobs_are_trusted: bool,
 }

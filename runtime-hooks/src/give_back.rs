@@ -6,9 +6,11 @@ use std::time::{Duration, Instant};
 
 use crate::cuda::{CudaError, CudaState, Driver};
 use crate::error::Cause;
-use crate::parts::{CudaProcess, pids};
+use crate::hold::Keep;
+use crate::journal::Entry;
+use crate::parts::{CudaProcess, Holding, Parts, pids};
 use crate::processes::Processes;
-use crate::suspend::{STATE, check, verify};
+use crate::suspend::{FIRST_ATTEMPT, STATE, check, driver_runs, runs_although_paused, verify};
 
 /// Between two attempts.
 const PAUSE: Duration = Duration::from_millis(200);
@@ -17,30 +19,74 @@ const ATTEMPTS: u32 = 3;
 
 /// A lock whose caller was lost is granted when the work in flight ends, after its time and after
 /// the state was read as RUNNING (measured on 580). A second one is granted after the first, so
-/// when it is back none is pending. What it does is undone with the rest.
+/// when it is back none is pending. All others are RUNNING meanwhile, and with `held` threads they
+/// are let go as far as it takes: the work may wait for them.
 pub(crate) fn outlast_lost_locks(
-    driver: &mut dyn Driver,
+    parts: &mut Parts<'_>,
+    entry: &Entry,
     cuda: &[CudaProcess],
-    in_job: bool,
+    held: bool,
     timeout: Duration,
-) {
-    let running: Vec<CudaProcess> =
-        cuda.iter().filter(|process| process.found == Some(CudaState::Running)).cloned().collect();
+) -> Result<(), Cause> {
+    let deadline = Instant::now() + timeout;
+    let last = |process: &CudaProcess| entry.locked_last.is_none_or(|id| id == process.process.id);
+    let mut pending: Vec<CudaProcess> = cuda
+        .iter()
+        .filter(|process| process.found == Some(CudaState::Running) && last(process))
+        .cloned()
+        .collect();
     // The members of a job are locked one by one, and could wait for one that is.
-    let together = if in_job { 1 } else { running.len().max(1) };
-    for some in running.chunks(together) {
-        for (pid, answer) in driver.lock(&pids(some), timeout, &mut || {}) {
-            if let Err(error) = answer
-                && error.code() != Some(CudaError::ILLEGAL_STATE)
-            {
-                tracing::warn!(pid, %error, "a lost lock may still be granted later");
+    let together = if entry.job.is_some() { 1 } else { pending.len().max(1) };
+    let (mut first, mut attempts) = (FIRST_ATTEMPT, 0);
+    while !pending.is_empty() {
+        attempts += 1;
+        let asked = pids(&pending[..together.min(pending.len())]);
+        let left = deadline.saturating_duration_since(Instant::now());
+        let mut holding =
+            Holding { hold: &mut *parts.hold, processes: parts.processes, freezer: parts.freezer };
+        let mut let_out = Ok(());
+        let answers = parts.driver.lock(&asked, first.min(left).max(SHORTEST), &mut || {
+            if held {
+                let_out = holding.all(cuda, |process| match attempts {
+                    1 => Keep::InsideCalls(process.restore_thread),
+                    _ => Keep::All,
+                });
             }
+        });
+        let_out?;
+        // Granted, or there was none: nobody is to wait for a locked one.
+        parts.driver.unlock(&asked, STATE);
+        let not_ready = |process: &CudaProcess| {
+            let answer = answers.get(&process.pid()).and_then(|answer| answer.as_ref().err());
+            answer.is_some_and(|error| {
+                matches!(error.code(), Some(CudaError::NOT_READY | CudaError::TIMEOUT) | None)
+            })
+        };
+        pending.retain(|process| !asked.contains(&process.pid()) || not_ready(process));
+        let Some(waits) = pending.iter().find(|process| not_ready(process)) else { continue };
+        if Instant::now() >= deadline {
+            let pid = waits.pid();
+            tracing::warn!(pid, "a lock whose caller was lost may still be granted later");
+            break;
         }
-        if in_job {
-            driver.unlock(&pids(some), STATE);
+        if held && attempts == 1 {
+            runs_although_paused(&entry.container, &waits.who());
+        }
+        first *= 2;
+        if answers.values().any(|answer| answer.as_ref().is_err_and(|e| e.code().is_none())) {
+            // A helper that cannot be had fails at once.
+            std::thread::sleep(PAUSE);
         }
     }
+    if held {
+        parts.holding().all(cuda, driver_runs)?;
+        parts.hold.settle()?;
+    }
+    Ok(())
 }
+
+/// 0 would mean no limit to the driver.
+const SHORTEST: Duration = Duration::from_millis(1);
 
 /// Waits until the GPUs have room for what `waiting` needs. A restore without enough memory is
 /// final: it returns 2 and from then on 304, also when memory is free again (measured on 580). So

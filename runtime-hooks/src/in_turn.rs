@@ -12,6 +12,11 @@
 //!     locked again, which lets that one launch through
 //!   → lock those that are ahead, until all are locked
 //! ```
+//!
+//! In a paused container nothing of this happens in the first round. If some are ahead then, their
+//! peers' own code has to run for as long as it takes to the next launch, or no such container could
+//! ever be checkpointed by a client that pauses it: the one exception to 'paused stays paused'. It is
+//! logged.
 
 use std::collections::BTreeSet;
 use std::time::{Duration, Instant};
@@ -22,7 +27,9 @@ use crate::hold::Keep;
 use crate::journal::Entry;
 use crate::parts::{CudaProcess, Limits, Parts};
 use crate::processes::Pid;
-use crate::suspend::{STATE, check, driver_runs, interruptible, verify_locked};
+use crate::suspend::{
+    STATE, check, driver_runs, interruptible, runs_although_paused, verify_locked,
+};
 
 /// How long one is waited for, the first time. Longer than it takes until a thread that is held inside
 /// a CUDA call is let out of it.
@@ -59,6 +66,9 @@ pub(crate) fn lock(
         if Instant::now() >= deadline {
             let (waited, attempts) = (limits.lock, turns.round);
             return Err(Cause::NotReady { who: ahead, waited, attempts });
+        }
+        if turns.frozen && turns.round == 1 {
+            runs_although_paused(&entry.container, &ahead);
         }
         let stuck = turns.locked.is_empty() || turns.round.is_multiple_of(ROUNDS);
         if stuck && !turns.frozen {
@@ -125,6 +135,9 @@ impl Turns<'_> {
         timeout: Duration,
     ) -> Result<bool, Cause> {
         let pid = process.pid();
+        // Should this process be killed in the call, it is known who may be locked later.
+        entry.locked_last = Some(process.process.id);
+        parts.journal.save(entry)?;
         let (mut let_go, mut let_out) = (Ok(()), false);
         let may_run = !self.frozen || self.round > 1;
         let mut holding = crate::parts::Holding {

@@ -45,6 +45,9 @@ pub struct Entry {
     pub job: Option<Membership>,
     /// A lock may still be pending in a process: one whose caller was lost is granted later.
     pub locking: bool,
+    /// In which one, where they are locked one after the other; none: in any of them.
+    #[serde(default)]
+    pub locked_last: Option<ProcessId>,
     /// The image of the checkpoint.
     pub image: PathBuf,
 }
@@ -100,6 +103,7 @@ impl Entry {
             processes: Vec::new(),
             job: None,
             locking: false,
+            locked_last: None,
             image: image.to_owned(),
         }
     }
@@ -141,7 +145,7 @@ pub enum JournalError {
         found: u32,
     },
     /// Somebody else is at work.
-    #[error("another checkpoint, restore or resume of this container is in progress")]
+    #[error("another operation on this container is in progress")]
     Busy,
 }
 

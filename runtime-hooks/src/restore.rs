@@ -16,13 +16,14 @@ use oci_spec::runtime::Spec;
 use stasis_config::{Manifest, manifest};
 
 use crate::bring_back::log_of;
+use crate::cuda::job::VARIABLE;
 use crate::cuda::{CudaState, Driver, DriverFacts, GpuUse};
 use crate::error::{Cause, Failure, Left, Phase};
 use crate::give_back;
 use crate::job::{self, Found, JobError, Membership};
 use crate::journal::{Entry, Journal, Noted};
 use crate::parts::{CudaProcess, Limits, Progress};
-use crate::processes::{Process, ProcessId, Processes};
+use crate::processes::{Pid, Process, ProcessId, Processes};
 use crate::runc::Runtime;
 use crate::suspend::STATE;
 
@@ -62,8 +63,15 @@ pub trait NewJob {
     fn place(&mut self, image: &Path, job: Option<&manifest::Job>) -> Result<(), Cause>;
     /// Undoes that.
     fn take_back(&mut self);
-    /// Refuses restored processes that name another job file than the one that was placed.
-    fn check(&self, expected: &manifest::Job, found: Option<&Found>) -> Result<(), Cause>;
+    /// Refuses restored processes whose job file is not the one that was placed, nor lies where the
+    /// image says. `init` and `spec` are the restored container's.
+    fn check(
+        &self,
+        expected: &manifest::Job,
+        found: &Found,
+        init: ProcessId,
+        spec: &Spec,
+    ) -> Result<(), Cause>;
 }
 
 /// A restore that is asked for.
@@ -163,7 +171,7 @@ fn run(
     progress.enter(Phase::Match);
     let processes = processes.as_ref();
     let cuda = match_processes(parts.driver, processes, request.manifest)?;
-    let job = rejoin(parts, processes, &cuda, request.manifest)?;
+    let job = rejoin(parts, processes, &cuda, request.manifest, init, spec)?;
     let in_job = job.is_some();
     let mut entry = Entry::new(request.container, init, false, request.image);
     entry.job = job;
@@ -190,17 +198,24 @@ fn rejoin(
     processes: &dyn Processes,
     cuda: &[CudaProcess],
     manifest: &Manifest,
+    init: ProcessId,
+    spec: &Spec,
 ) -> Result<Option<Membership>, Cause> {
     let Some(expected) = &manifest.job else { return Ok(None) };
-    let found = job::find(parts.driver, processes, cuda)?;
-    parts.job.check(expected, found.as_ref())?;
-    let Some(Found { job, who, .. }) = found else { return Ok(None) };
-    parts.driver.join(Some(&job));
-    let copied = parts.driver.copy_job_file(None, STATE).map_err(JobError::Helper)?;
+    let wrong = |reason: String| Err(JobError::NotTheImages(reason).into());
+    let Some(found) = job::find(parts.driver, processes, cuda, init)? else {
+        return wrong(format!(
+            "the image's processes are in a job, and the restored ones name no job file in {VARIABLE}"
+        ));
+    };
+    parts.job.check(expected, &found, init, spec)?;
+    let Found { job, who, .. } = found;
+    // Before the driver gets to see it.
+    let copied = parts.driver.copy_job_file(&job, None, STATE).map_err(JobError::Helper)?;
     if copied.sha256 != expected.sha256 {
-        let reason = format!("{who}: its restored job file is not as it was in the checkpoint");
-        return Err(JobError::NotTheImages(reason).into());
+        return wrong(format!("{who}: its restored job file is not as it was in the checkpoint"));
     }
+    parts.driver.join(Some(&job));
     Ok(Some(Membership { job, origin: expected.file.clone() }))
 }
 
@@ -237,11 +252,11 @@ fn match_processes(
         pids.extend(unnamed.iter().map(|process| process.id.pid));
     }
     let mut answers = driver.probe(&pids);
-    if let Some(process) =
-        unnamed.iter().find(|process| matches!(answers.get(&process.id.pid), Some(Ok(Some(_)))))
-    {
-        return Err(Cause::NotInManifest { who: crate::parts::who(process) });
-    }
+    let began: Vec<&Process> = unnamed
+        .into_iter()
+        .filter(|process| matches!(answers.get(&process.id.pid), Some(Ok(Some(_)))))
+        .collect();
+    refuse_lost(driver, &began)?;
     pairs
         .into_iter()
         .map(|(wanted, process)| match answers.remove(&process.id.pid) {
@@ -255,6 +270,18 @@ fn match_processes(
             _ => Err(not_restored(wanted)),
         })
         .collect()
+}
+
+/// Refuses processes with CUDA that the manifest does not name, but for those that began it after the
+/// restore: they run, and CRIU dumps none that uses a GPU.
+fn refuse_lost(driver: &mut dyn Driver, unnamed: &[&Process]) -> Result<(), Cause> {
+    let pids: Vec<Pid> = unnamed.iter().map(|process| process.id.pid).collect();
+    let states = driver.states(&pids, STATE);
+    let runs = |pid| matches!(states.get(&pid), Some(Ok(CudaState::Running)));
+    match unnamed.iter().find(|process| !runs(process.id.pid)) {
+        Some(process) => Err(Cause::NotInManifest { who: crate::parts::who(process) }),
+        None => Ok(()),
+    }
 }
 
 /// The memory that a process needs. On several GPUs it is not known how much on which.

@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 
 use crate::cuda::{Answers, CudaError, CudaState, Driver};
 use crate::discover::{Gate, find_uses, newcomers, refuse_strays};
-use crate::error::{Cause, Phase};
+use crate::error::{Cause, Phase, Who};
 use crate::hold::Keep;
 use crate::journal::{Entry, Noted};
 use crate::parts::{CudaProcess, Holding, Limits, Parts, Progress, pids};
@@ -25,7 +25,7 @@ pub(crate) const STATE: Duration = Duration::from_secs(30);
 /// The first attempt to lock; the next ones get twice as long each. Not all the time at once, so
 /// that an interrupt is heard, and that processes that keep each other from being ready in a way
 /// that nobody thought of get on in between.
-const FIRST_ATTEMPT: Duration = Duration::from_secs(2);
+pub(crate) const FIRST_ATTEMPT: Duration = Duration::from_secs(2);
 /// Between two attempts, so that the processes get on with what they wait for.
 const PAUSE: Duration = Duration::from_millis(20);
 
@@ -68,8 +68,8 @@ pub fn suspend(
         cuda.extend(new);
         in_order(cuda);
         // Before they are noted: one of another job is not to be asked anything in this one.
-        if let Some(membership) = &entry.job {
-            job::confirm(parts.driver, parts.processes, cuda, membership)?;
+        if gate.driver_has_jobs {
+            job::confirm(parts.driver, parts.processes, cuda, entry)?;
         }
         // Until now it was held like a process without CUDA, with the driver's threads.
         if entry.frozen {
@@ -221,6 +221,9 @@ fn lock_all(
         if Instant::now() >= deadline {
             return Err(Cause::NotReady { who: first.who(), waited: limits.lock, attempts });
         }
+        if entry.frozen && cuda.len() > 1 && attempts == 1 {
+            runs_although_paused(&entry.container, &first.who());
+        }
         let locked: Vec<Pid> = asked
             .iter()
             .copied()
@@ -231,6 +234,17 @@ fn lock_all(
         std::thread::sleep(PAUSE);
         timeout *= 2;
     }
+}
+
+/// Whoever paused the container is told that the pause was not kept, since files that were copied
+/// meanwhile may be older than the memory.
+pub(crate) fn runs_although_paused(container: &str, waits: &Who) {
+    tracing::warn!(
+        container,
+        process = %waits,
+        "it waits for work of the container's other processes: although the container is paused, \
+         their own code runs, each to its next CUDA launch, until all can be locked"
+    );
 }
 
 /// All are LOCKED, but those that were found CHECKPOINTED.

@@ -7,9 +7,11 @@ use common::{DIGEST, Fault, INIT, World, asked, identity, position, process, res
 use stasis_config::manifest::{self, JobFile};
 use stasis_config::{Annotations, Manifest};
 use stasis_hooks::checkpoint::{After, Request, again, checkpoint, parked};
-use stasis_hooks::cuda::CudaState;
+use stasis_hooks::cuda::{CudaState, GpuUse};
 use stasis_hooks::discover::discover;
 use stasis_hooks::error::{Cause, Failure, Left};
+use stasis_hooks::job::{Membership, find};
+use stasis_hooks::journal::{Entry, Noted};
 use stasis_hooks::processes::Pid;
 use stasis_hooks::resume::{repair, resume};
 
@@ -135,6 +137,33 @@ fn one_that_begins_meanwhile_has_to_be_a_member() {
         assert!(matches!(failure.left, Left::Running), "{failure}");
         assert!(failure.to_string().contains("pid 150 (p150)"), "{failure}");
         assert_eq!(world.states(), [CudaState::Running; 3]);
+    }
+}
+
+#[test]
+fn one_that_begins_meanwhile_in_a_job_of_its_own_is_refused() {
+    let world = World::new(2, false);
+    world.with(|state| {
+        state.driver = "610.1";
+        state.births.push(("lock", 0, process(150, true)));
+        state.jobs.insert(150, 1);
+    });
+    let allowed = Annotations { multi_process: true, ..Annotations::default() };
+    let failure = take_with(&world, EXIT, &allowed).unwrap_err();
+    let expected = "pid 101 (p101): is not in the job of the other CUDA processes";
+    assert!(failure.to_string().contains(expected), "{failure}");
+    assert_eq!(world.states(), [CudaState::Running; 3]);
+}
+
+#[test]
+fn a_file_that_is_exchanged_after_the_lock_is_not_taken_for_the_drivers() {
+    for frozen in [false, true] {
+        let world = World::new(2, frozen).in_job();
+        world.with(|state| state.jobs_change_at = Some("freeze"));
+        let failure = take(&world, EXIT).unwrap_err();
+        assert!(failure.to_string().contains("was replaced meanwhile"), "{failure}");
+        assert_eq!(world.states(), [CudaState::Running; 2]);
+        assert!(!world.log().contains(&"dump".to_owned()));
     }
 }
 
@@ -281,9 +310,33 @@ fn a_later_process_goes_on_in_the_same_job() {
 }
 
 #[test]
+fn a_later_process_asks_in_the_order_of_the_checkpoint() {
+    let world = World::new(3, true).in_job();
+    world.with(|state| {
+        state.processes[1].inner_pid = 40;
+        state.processes[2].inner_pid = 30;
+        state.processes[3].inner_pid = 20;
+    });
+    take(&world, After::LeaveRunning).unwrap();
+    world.with(|state| state.asked.clear());
+    let entry = world.with(|state| state.entry.clone()).unwrap();
+    world.run(|parts| resume(parts, &entry, &World::limits())).unwrap();
+    for call in ["restore", "unlock"] {
+        assert_eq!(asked_for(&world, call), [[103, 102, 101]], "{call}");
+    }
+}
+
+#[test]
 fn what_a_killed_operation_left_is_put_right_in_its_job() {
-    for calls in 0..40 {
-        let world = World::new(2, false).in_job();
+    for frozen in [false, true] {
+        killed_after_each_call(frozen, || World::new(2, frozen).in_job());
+        killed_after_each_call(frozen, || ranks(&[4, 5], frozen));
+    }
+}
+
+fn killed_after_each_call(frozen: bool, world: impl Fn() -> World) {
+    for calls in 0..100 {
+        let world = world();
         let done = world.cut_off_after(calls, || take(&world, After::LeaveRunning));
         if done.is_some() {
             assert!(calls > 10);
@@ -292,14 +345,66 @@ fn what_a_killed_operation_left_is_put_right_in_its_job() {
         world.with(|state| {
             state.held.clear();
             state.joined = None;
+            state.asked.clear();
+            state.locks_are_requested = false;
         });
         if let Some(entry) = world.with(|state| state.entry.clone()) {
             world.run(|parts| repair(parts, &entry, INIT, &World::limits())).unwrap();
+            // Only one can have been in the middle of it.
+            if let Some(last) = entry.locked_last {
+                let others = asked_for(&world, "lock").into_iter().flatten();
+                assert!(others.into_iter().all(|pid| pid == last.pid), "after {calls} calls");
+            }
         }
         assert_eq!(world.states(), [CudaState::Running; 2], "after {calls} calls");
-        assert!(!world.with(|state| state.frozen), "after {calls} calls");
+        assert_eq!(world.with(|state| state.frozen), frozen, "after {calls} calls");
+        assert!(world.with(|state| state.held.is_empty()), "after {calls} calls");
     }
     panic!("it never ended");
+}
+
+#[test]
+fn a_lost_lock_that_waits_for_the_others_is_outlasted() {
+    for frozen in [false, true] {
+        // The first is ahead: its lock, whose caller was killed, is granted when the other has
+        // launched the same.
+        let world = ranks(&[5, 4], frozen);
+        let job = world.run(|parts| {
+            let cuda = discover(parts).unwrap();
+            find(parts.driver, parts.processes, &cuda, INIT).unwrap().unwrap().job
+        });
+        let mut entry = Entry::new("c1", INIT, frozen, "/image".as_ref());
+        entry.job = Some(Membership { job, origin: JobFile::Dumped });
+        entry.locking = true;
+        entry.locked_last = Some(process(101, true).id);
+        let noted = |pid| Noted {
+            id: process(pid, true).id,
+            found: CudaState::Running,
+            uses: GpuUse::default(),
+        };
+        entry.processes = [101, 102].map(noted).into();
+        world.with(|state| {
+            state.late = vec![101];
+            state.ranks_run = true;
+        });
+        world.run(|parts| repair(parts, &entry, INIT, &World::limits())).unwrap();
+        assert_eq!(world.states(), [CudaState::Running; 2]);
+        world.with(|state| {
+            assert!(state.late.is_empty() && state.held.is_empty());
+            assert_eq!(state.frozen, frozen);
+        });
+        assert!(asked_for(&world, "lock").iter().all(|pids| *pids == [101]));
+    }
+}
+
+#[test]
+fn the_pause_is_kept_where_no_rank_is_ahead() {
+    for launched in [&[5, 5][..], &[5, 4]] {
+        let world = ranks(launched, true);
+        take(&world, EXIT).unwrap();
+        let ahead = launched[0] != launched[1];
+        assert_eq!(world.with(|state| state.ran), ahead, "{launched:?}");
+    }
 }
 
 #[test]
@@ -352,11 +457,11 @@ fn a_restore_places_the_file_first_and_asks_in_the_recorded_order() {
 
 #[test]
 fn restored_processes_with_another_job_file_are_not_given_to_the_driver() {
-    for expected in ["no job", "is not in the job", "not as it was in the checkpoint"] {
+    for expected in ["name no job file", "is not in the job", "not as it was in the checkpoint"] {
         let world = World::restored(2).in_job();
         let mut manifest = image(2, Some(JobFile::Dumped));
         match expected {
-            "no job" => world.with(|state| state.jobs.clear()),
+            "name no job file" => world.with(|state| state.jobs.clear()),
             "is not in the job" => world.with(|state| assert!(state.jobs.remove(&102).is_some())),
             _ => manifest.job.as_mut().unwrap().sha256 = "0".repeat(64),
         }
@@ -364,14 +469,23 @@ fn restored_processes_with_another_job_file_are_not_given_to_the_driver() {
         assert!(failure.to_string().contains(expected), "{failure}");
         assert!(matches!(failure.left, Left::Removed), "{failure}");
         assert_eq!(asked_for(&world, "restore"), Vec::<Vec<Pid>>::new());
+        // The driver has not seen the file.
+        assert!(world.with(|state| state.joined.is_none()), "{failure}");
     }
 }
 
 #[test]
 fn every_failed_restore_takes_its_job_file_back() {
-    for call in
-        ["place-job", "complete", "runc-restore", "nodes", "job-files", "copy-job", "restore"]
-    {
+    for call in [
+        "place-job",
+        "complete",
+        "runc-restore",
+        "nodes",
+        "job-files",
+        "check-job",
+        "copy-job",
+        "restore",
+    ] {
         let world = World::restored(2).in_job().fault(call, Fault::Error(999), 99);
         let failure = restore(&world, &image(2, Some(JobFile::Made))).unwrap_err();
         assert!(world.log().contains(&"take-back-job".to_owned()), "{call}: {failure}");

@@ -6,7 +6,7 @@ mod common;
 use common::{Fault, World, restore};
 use stasis_config::{Manifest, manifest};
 use stasis_hooks::cuda::CudaState;
-use stasis_hooks::error::Left;
+use stasis_hooks::error::{Cause, Left};
 
 fn image(count: i32) -> Manifest {
     Manifest {
@@ -31,6 +31,18 @@ fn it_has_started_only_when_its_cuda_works() {
     assert_eq!(world.states(), [CudaState::Running; 3]);
     world.with(|state| assert!(state.entry.is_none()));
     assert_eq!(world.log().iter().filter(|call| *call == "restore").count(), 1, "in parallel");
+}
+
+#[test]
+fn one_that_the_manifest_does_not_name_has_begun_since_or_is_lost() {
+    let world = World::restored(3);
+    world.with(|state| state.cuda.insert(103, CudaState::Running));
+    restore(&world, &image(2)).unwrap();
+    assert_eq!(world.states(), [CudaState::Running; 3]);
+
+    let failure = restore(&World::restored(3), &image(2)).unwrap_err();
+    assert!(matches!(failure.cause, Cause::NotInManifest { .. }), "{failure}");
+    assert!(matches!(failure.left, Left::Removed), "{failure}");
 }
 
 #[test]

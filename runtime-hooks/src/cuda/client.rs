@@ -264,10 +264,12 @@ impl Driver for HelperDriver {
     fn job_files(
         &mut self,
         processes: &[ProcessId],
+        init: ProcessId,
         neighbours: &[Neighbour],
     ) -> Result<BTreeMap<Pid, Result<Option<Named>, Unusable>>, DriverError> {
         let request = Request {
             processes: processes.to_vec(),
+            init: Some(init),
             neighbours: neighbours.to_vec(),
             ..Request::new(Call::JobFiles)
         };
@@ -285,8 +287,14 @@ impl Driver for HelperDriver {
         }
     }
 
-    fn copy_job_file(&mut self, to: Option<&Path>, limit: Duration) -> Result<Copied, DriverError> {
-        let request = Request { to: to.map(Path::to_owned), ..Request::new(Call::CopyJobFile) };
+    fn copy_job_file(
+        &mut self,
+        job: &Job,
+        to: Option<&Path>,
+        limit: Duration,
+    ) -> Result<Copied, DriverError> {
+        let (job, to) = (Some(job.clone()), to.map(Path::to_owned));
+        let request = Request { job, to, ..Request::new(Call::CopyJobFile) };
         match self.ask_one(&request, limit)? {
             Reply::Copied(copied) => Ok(copied),
             Reply::NoJobFile(reason) => Err(DriverError::JobFile(reason)),
@@ -327,5 +335,54 @@ impl HelperDriver {
             self.running = None;
             error_of(request.call, limit, how)
         })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::job::Identity;
+    use super::*;
+
+    /// Answers everything, and keeps what it was asked. A call for pid 102 fails at the third time.
+    const HELPER: &str = r#"
+        cd "$(dirname "$0")"
+        while read -r line; do
+            case $line in *'"call":"init"'*)
+                echo '{"ready":{"library":"/l","cuda_version":13030,"driver_version":"610.1","gpus":[],"missing":[]}}'
+                continue
+            esac
+            printf '%s\n' "$line" | sed 's/.*"call":"\([a-z]*\)","pids":\[\([0-9,]*\)\].*/\1 \2/' >>asked
+            for pid in $(tail -n 1 asked | sed 's/.* //; s/,/ /g'); do
+                code=0
+                [ "$pid $(grep -c 'restore.*102' asked)" != '102 2' ] || code=999
+                printf '{"answer":{"pid":%s,"code":%s,"value":0}}\n' "$pid" "$code"
+            done
+        done"#;
+
+    #[test]
+    fn the_members_of_a_job_are_asked_one_after_the_other_until_one_fails() {
+        let directory = tempfile::tempdir().unwrap();
+        let program = Program::at(crate::child::script(directory.path(), HELPER));
+        let mut driver = HelperDriver::new(program, &stasis_config::config::Cuda::default());
+        let (pids, limit) = ([103, 102, 101], Duration::from_secs(20));
+        let mut asked = |act: &mut dyn FnMut(&mut HelperDriver) -> Answers<()>| {
+            let answers = act(&mut driver);
+            let path = directory.path().join("asked");
+            let text = std::fs::read_to_string(&path).unwrap();
+            (answers.len(), text)
+        };
+        let (count, text) = asked(&mut |driver| driver.restore(&pids, limit));
+        assert_eq!((count, text.as_str()), (3, "restore 103,102,101\n"), "all at once");
+        let job = Job { file: Identity { device: 1, inode: 1 }, ways: Vec::new() };
+        let (count, text) = asked(&mut |driver| {
+            driver.join(Some(&job));
+            driver.checkpoint(&pids, limit)
+        });
+        let one_by_one = "checkpoint 103\ncheckpoint 102\ncheckpoint 101\n";
+        assert!(count == 3 && text.ends_with(one_by_one), "{text}");
+        let (_, text) = asked(&mut |driver| driver.lock(&pids, limit, &mut || {}));
+        assert!(text.ends_with("lock 103\nlock 102\nlock 101\n"), "{text}");
+        let (count, text) = asked(&mut |driver| driver.restore(&pids, limit));
+        assert!(count == 2 && text.ends_with("restore 103\nrestore 102\n"), "{text}");
     }
 }

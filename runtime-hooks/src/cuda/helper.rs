@@ -54,7 +54,7 @@ pub fn serve() -> ExitCode {
                 return ExitCode::FAILURE;
             }
             (Call::JobFiles, Some(_)) => send(&output, &job_files(&request)),
-            (Call::CopyJobFile, Some(driver)) => send(&output, &driver.copy_job_file(&request)),
+            (Call::CopyJobFile, Some(_)) => send(&output, &copy_job_file(&request)),
             (Call::Usage, Some(driver)) => send(&output, &driver.usage(&request)),
             (Call::FreeMemory, Some(driver)) => send(&output, &driver.free_memory()),
             (_, Some(driver)) => driver.call_for_all(&request, &output),
@@ -73,7 +73,7 @@ struct Loaded {
     api: Api,
     nvml: Option<Monitor>,
     /// The live file of the job that this process is in, open for the driver.
-    job: Option<File>,
+    _job: Option<File>,
 }
 
 impl Loaded {
@@ -102,7 +102,7 @@ impl Loaded {
         match api.init() {
             0 => {
                 let nvml = Monitor::load(request.libnvml.as_deref(), &path);
-                Ok(Self { path, api, nvml, job })
+                Ok(Self { path, api, nvml, _job: job })
             }
             code => Err(Reply::InitFailed(code)),
         }
@@ -115,16 +115,6 @@ impl Loaded {
             driver_version: self.nvml.as_ref().and_then(Monitor::driver_version),
             gpus: self.nvml.as_ref().and_then(|nvml| nvml.gpus().ok()).unwrap_or_default(),
             missing: self.api.missing(),
-        }
-    }
-
-    fn copy_job_file(&self, request: &Request) -> Reply {
-        let Some(live) = &self.job else {
-            return Reply::NoJobFile("was not given".to_owned());
-        };
-        match job_file::copy(live, request.to.as_deref()) {
-            Ok(copied) => Reply::Copied(copied),
-            Err(error) => Reply::NoJobFile(format!("cannot be copied: {error}")),
         }
     }
 
@@ -169,8 +159,20 @@ impl Loaded {
     }
 }
 
+/// Of a job that this process need not be in: the driver sees nothing of it.
+fn copy_job_file(request: &Request) -> Reply {
+    let Some(job) = &request.job else {
+        return Reply::NoJobFile("was not given".to_owned());
+    };
+    let copied = job_file::to_read(job).and_then(|live| {
+        job_file::copy(&live, request.to.as_deref())
+            .map_err(|error| format!("cannot be copied: {error}"))
+    });
+    copied.map_or_else(Reply::NoJobFile, Reply::Copied)
+}
+
 fn job_files(request: &Request) -> Reply {
-    let named = |id| job_file::named_by(id, &request.neighbours);
+    let named = |id| job_file::named_by(id, request.init.unwrap_or(id), &request.neighbours);
     Reply::JobFiles(request.processes.iter().map(|&id| (id.pid, named(id))).collect())
 }
 

@@ -27,13 +27,15 @@ const MAX_ENVIRONMENT: u64 = 8 << 20;
 /// How much of a name goes into messages, in characters.
 const SHOWN: usize = 256;
 
-/// The job file that `process` names; none if it names none, or is gone.
+/// The job file that `process` names; none if it names none, or is gone. The container is what `init`
+/// has as its root.
 pub(super) fn named_by(
     process: ProcessId,
+    init: ProcessId,
     neighbours: &[Neighbour],
 ) -> Result<Option<Named>, Unusable> {
     match variable(process) {
-        Variable::Is(value) => resolve(process, &value, neighbours),
+        Variable::Is(value) => resolve(process, init, &value, neighbours),
         Variable::IsNot => Ok(None),
         // What it began with is what it was given, or what others of the container have.
         Variable::Overwritten => {
@@ -44,7 +46,7 @@ pub(super) fn named_by(
             let given = DESTINATION.as_bytes().to_vec();
             let found = std::iter::once(given)
                 .chain(others)
-                .find_map(|value| resolve(process, &value, neighbours).ok().flatten());
+                .find_map(|value| resolve(process, init, &value, neighbours).ok().flatten());
             Ok(found)
         }
     }
@@ -53,6 +55,7 @@ pub(super) fn named_by(
 /// The job file of this name.
 fn resolve(
     process: ProcessId,
+    init: ProcessId,
     value: &[u8],
     neighbours: &[Neighbour],
 ) -> Result<Option<Named>, Unusable> {
@@ -66,7 +69,7 @@ fn resolve(
             return Err("its process has taken along".to_owned());
         }
         reached.check_writer(process)?;
-        let path = reached.path(&way)?;
+        let path = reached.path(&way, init)?;
         Ok((reached, path))
     });
     match reached {
@@ -200,7 +203,11 @@ fn in_root_of(process: ProcessId, path: &str) -> Result<OwnedFd, Errno> {
     let flags = OFlags::PATH | OFlags::CLOEXEC;
     let root = format!("/proc/{}/root", process.pid);
     let root = rustix::fs::open(root, flags | OFlags::DIRECTORY, Mode::empty())?;
-    let resolve = ResolveFlags::IN_ROOT | ResolveFlags::NO_MAGICLINKS | ResolveFlags::NO_SYMLINKS;
+    let mut resolve = ResolveFlags::IN_ROOT | ResolveFlags::NO_MAGICLINKS;
+    // In an image /run may be a link, and the runtime has followed it for the mount.
+    if path != DESTINATION {
+        resolve |= ResolveFlags::NO_SYMLINKS;
+    }
     loop {
         match rustix::fs::openat2(&root, path, flags, Mode::empty(), resolve) {
             // Something was renamed on the way.
@@ -228,28 +235,29 @@ impl Reached {
         Identity { device: self.metadata.dev(), inode: self.metadata.ino() }
     }
 
-    /// Its name in the container, checked: a name that leads elsewhere by now is none.
-    fn path(&self, way: &Way) -> Result<Option<String>, String> {
+    /// Its name in the container, checked: a name that leads elsewhere by now is none. A process may
+    /// have another root than the container's, and name it otherwise.
+    fn path(&self, way: &Way, init: ProcessId) -> Result<Option<String>, String> {
         if self.metadata.nlink() == 0 {
             return Ok(None);
         }
-        let (process, path) = match way {
+        let named = match way {
             Way::Host(_) => return Ok(None),
-            Way::Path { path, .. } => return Ok(Some(path.clone())),
-            Way::Descriptor { process, number } => {
-                let link = fs::read_link(format!("/proc/{}/fd/{number}", process.pid));
-                let link = link.map_err(|error| format!("cannot be looked at: {error}"))?;
-                let text = link.into_os_string().into_string();
-                (*process, text.map_err(|_| "has a name that is not UTF-8".to_owned())?)
-            }
+            Way::Path { path, .. } => Some(path.clone()),
+            Way::Descriptor { .. } => None,
         };
-        let same = reach(&Way::Path { process, path: path.clone() })
-            .is_ok_and(|other| other.identity() == self.identity());
-        if same {
-            Ok(Some(path))
-        } else {
-            Err("has a name in the container that leads elsewhere".to_owned())
-        }
+        let link = fs::read_link(self.own_path()).ok();
+        let link = link.and_then(|link| link.into_os_string().into_string().ok());
+        let leads_here = |path: &String| {
+            reach(&Way::Path { process: init, path: path.clone() })
+                .is_ok_and(|other| other.identity() == self.identity())
+        };
+        let path = [link, named].into_iter().flatten().find(leads_here);
+        path.map(Some).ok_or_else(|| "has no name in the container that leads to it".to_owned())
+    }
+
+    fn own_path(&self) -> String {
+        format!("/proc/self/fd/{}", self.handle.as_fd().as_raw_fd())
     }
 
     /// Whether `process` could write to it by its own rights.
@@ -266,10 +274,9 @@ impl Reached {
         ))
     }
 
-    /// Opens it for the driver. It is still the same file.
-    fn open(&self) -> Result<File, String> {
-        let path = format!("/proc/self/fd/{}", self.handle.as_fd().as_raw_fd());
-        let opened = OpenOptions::new().read(true).write(true).open(path);
+    /// Opens it, for the driver to write to. It is still the same file.
+    fn open(&self, write: bool) -> Result<File, String> {
+        let opened = OpenOptions::new().read(true).write(write).open(self.own_path());
         let file = opened.map_err(|error| format!("cannot be opened: {error}"))?;
         let metadata = file.metadata().map_err(|error| format!("cannot be looked at: {error}"))?;
         if (metadata.dev(), metadata.ino()) != (self.metadata.dev(), self.metadata.ino()) {
@@ -314,12 +321,25 @@ impl Ids {
     }
 }
 
-/// The live file of a job, open for the driver and for copies.
+/// The live file of a job, open for the driver.
 pub(super) fn live(job: &Job) -> Result<File, String> {
+    open(job, true)
+}
+
+/// The live file of a job, open for copies.
+pub(super) fn to_read(job: &Job) -> Result<File, String> {
+    open(job, false)
+}
+
+fn open(job: &Job, write: bool) -> Result<File, String> {
     let mut reason = "nobody holds any more".to_owned();
     for way in &job.ways {
         let reached = reach(way).and_then(|reached| {
-            if reached.identity() == job.file { reached.open() } else { Err(CHANGED.to_owned()) }
+            if reached.identity() == job.file {
+                reached.open(write)
+            } else {
+                Err(CHANGED.to_owned())
+            }
         });
         match reached {
             Ok(file) => return Ok(file),
@@ -341,7 +361,7 @@ pub(super) fn copy(live: &File, to: Option<&Path>) -> io::Result<Copied> {
     let mut content = Vec::new();
     let mut chunk = vec![0; 1 << 20];
     loop {
-        // By position: the driver has the same descriptor.
+        // By position: whoever opened it may have read.
         let read = live.read_at(&mut chunk, content.len() as u64)?;
         if read == 0 {
             break;
@@ -504,12 +524,12 @@ mod tests {
                 .into();
         let number = memory.as_raw_fd().try_into().unwrap();
         let way = Way::Descriptor { process: this(), number };
-        assert_eq!(reach(&way).unwrap().path(&way), Ok(None));
+        assert_eq!(reach(&way).unwrap().path(&way, this()), Ok(None));
         let named = tempfile::NamedTempFile::new().unwrap();
         let number = named.as_file().as_raw_fd().try_into().unwrap();
         let way = Way::Descriptor { process: this(), number };
         let path = named.path().canonicalize().unwrap();
-        assert_eq!(reach(&way).unwrap().path(&way).unwrap().as_deref(), path.to_str());
+        assert_eq!(reach(&way).unwrap().path(&way, this()).unwrap().as_deref(), path.to_str());
     }
 
     #[test]
@@ -528,6 +548,53 @@ mod tests {
             assert_eq!(ids.may_write(mode, uid, gid), may, "{mode:o} {uid} {gid}");
         }
         assert!(Ids { uid: 0, ..ids }.may_write(0, 1, 1));
+    }
+
+    #[test]
+    fn a_process_that_could_not_write_to_it_is_refused() {
+        // Root may; so it is asked for a process that is not.
+        let mut command = std::process::Command::new("sleep");
+        command.arg("60");
+        if nix::unistd::geteuid().is_root() {
+            std::os::unix::process::CommandExt::uid(&mut command, 65534);
+        }
+        let mut child = command.spawn().unwrap();
+        let pid = i32::try_from(child.id()).unwrap();
+        let other = ProcessId { pid, start_time: start_time(pid).unwrap() };
+        let file = tempfile::NamedTempFile::new().unwrap();
+        let path = file.path().canonicalize().unwrap();
+        let reached = |mode| {
+            fs::set_permissions(&path, fs::Permissions::from_mode(mode)).unwrap();
+            reach(&path_way(&path)).unwrap().check_writer(other)
+        };
+        let (may, may_not) = (reached(0o666), reached(0o444));
+        // And through everything that leads there.
+        let of_root = fs::Permissions::from_mode(0o444);
+        fs::set_permissions(&path, of_root).unwrap();
+        let named = resolve(other, this(), path.to_str().unwrap().as_bytes(), &[]);
+        child.kill().unwrap();
+        child.wait().unwrap();
+        may.unwrap();
+        let reason = may_not.unwrap_err();
+        assert!(reason.starts_with("it may not write to: owner"), "{reason}");
+        assert!(named.unwrap_err().reason.contains("may not write to"));
+    }
+
+    #[test]
+    fn a_process_with_another_root_names_it_as_the_container_does() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().canonicalize().unwrap().join("job");
+        fs::write(&path, "x").unwrap();
+        let reached = reach(&path_way(&path)).unwrap();
+        // As from within a chroot to the directory.
+        let way = Way::Path { process: this(), path: "/job".into() };
+        assert_eq!(reached.path(&way, this()).unwrap().as_deref(), path.to_str());
+        fs::rename(&path, path.with_file_name("moved")).unwrap();
+        let moved = path.with_file_name("moved");
+        assert_eq!(reached.path(&way, this()).unwrap().as_deref(), moved.to_str());
+        fs::remove_file(&moved).unwrap();
+        fs::write(&moved, "another").unwrap();
+        assert!(reached.path(&path_way(&moved), this()).is_err());
     }
 
     #[test]
@@ -552,7 +619,7 @@ mod tests {
 
     #[test]
     fn this_process_names_none_and_a_dead_one_neither() {
-        assert_eq!(named_by(this(), &[]), Ok(None));
-        assert_eq!(named_by(ProcessId { start_time: 0, ..this() }, &[]), Ok(None));
+        assert_eq!(named_by(this(), this(), &[]), Ok(None));
+        assert_eq!(named_by(ProcessId { start_time: 0, ..this() }, this(), &[]), Ok(None));
     }
 }

@@ -322,20 +322,22 @@ pub trait Driver {
     fn unlock(&mut self, pids: &[Pid], limit: Duration) -> Answers<()>;
 
     /// The job file that each of `processes` names in its environment; `None` where it names none.
-    /// `neighbours` are all processes of the container. Works on frozen ones.
+    /// `neighbours` are all processes of the container, `init` is its first. Works on frozen ones.
     fn job_files(
         &mut self,
         processes: &[ProcessId],
+        init: ProcessId,
         neighbours: &[Neighbour],
     ) -> Result<BTreeMap<Pid, Result<Option<Named>, Unusable>>, DriverError>;
 
     /// From now on every call is made in this job, or in none.
     fn join(&mut self, job: Option<&Job>);
 
-    /// Copies the live file of the job to a new file of this host, if `to` is given, and takes its
-    /// digest. Only in a job.
+    /// Copies the live file of a job to a new file of this host, if `to` is given, and takes its
+    /// digest. Nobody has to be in the job for it.
     fn copy_job_file(
         &mut self,
+        job: &Job,
         to: Option<&std::path::Path>,
         limit: Duration,
     ) -> Result<Copied, DriverError>;

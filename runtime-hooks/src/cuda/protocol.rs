@@ -29,7 +29,7 @@ pub(super) struct Request {
     /// For `Init`: the configured NVML library.
     #[serde(default)]
     pub(super) libnvml: Option<PathBuf>,
-    /// For `Init`: the job to be in.
+    /// For `Init`: the job to be in; for `CopyJobFile`: whose file.
     #[serde(default)]
     pub(super) job: Option<Job>,
     /// For `JobFiles`: those whose environment is read.
@@ -38,6 +38,9 @@ pub(super) struct Request {
     /// For `JobFiles`: all processes of the container.
     #[serde(default)]
     pub(super) neighbours: Vec<Neighbour>,
+    /// For `JobFiles`: the container's init, whose root is the container's.
+    #[serde(default)]
+    pub(super) init: Option<ProcessId>,
     /// For `CopyJobFile`: the file to make.
     #[serde(default)]
     pub(super) to: Option<PathBuf>,
@@ -55,6 +58,7 @@ impl Request {
             job: None,
             processes: Vec::new(),
             neighbours: Vec::new(),
+            init: None,
             to: None,
         }
     }

@@ -11,6 +11,7 @@ use nix::sys::memfd::{MFdFlags, memfd_create};
 use serde_json::{Value, json};
 
 use super::{DESTINATION, JobError};
+use crate::config_json::ConfigFile;
 use crate::cuda::job::VARIABLE;
 
 /// A larger description of a process is a mistake. Environments of a megabyte were seen.
@@ -48,6 +49,41 @@ pub(super) fn attach(config: &mut Value, source: &Path) -> Result<(), JobError> 
     }));
     config["mounts"] = mounts.into();
     Ok(())
+}
+
+/// Takes the job file of another container, or of an earlier start, out of the config.json of one that
+/// is to have none: the bundle was copied, or its annotation taken away, after Stasis had changed it.
+/// `state` is the directory in which job files lie.
+pub fn detach_stale(bundle: &Path, state: &Path) -> Result<(), JobError> {
+    // Practically always it has none, and the runtime tells what else is wrong with it.
+    let text = std::fs::read(bundle.join("config.json")).unwrap_or_default();
+    if !text.windows(DESTINATION.len()).any(|part| part == DESTINATION.as_bytes()) {
+        return Ok(());
+    }
+    let (file, mut config) = ConfigFile::read(bundle)?;
+    if detach(&mut config, state) {
+        let path = bundle.display();
+        tracing::warn!("the job file of another container is taken out of {path}/config.json");
+        file.write(&config)?;
+    }
+    Ok(())
+}
+
+/// Whether there was one.
+fn detach(config: &mut Value, state: &Path) -> bool {
+    let Some(mounts) = config["mounts"].as_array_mut() else { return false };
+    let count = mounts.len();
+    mounts.retain(|mount| {
+        let source = mount["source"].as_str().unwrap_or_default();
+        mount["destination"] != DESTINATION || !Path::new(source).starts_with(state)
+    });
+    if mounts.len() == count {
+        return false;
+    }
+    if let Some(entries) = config["process"]["env"].as_array_mut() {
+        entries.retain(|entry| entry.as_str().and_then(value_of) != Some(DESTINATION));
+    }
+    true
 }
 
 fn names_another(process: &Value) -> Option<String> {
@@ -158,6 +194,27 @@ mod tests {
         assert_eq!(again["mounts"].as_array().unwrap().len(), 2);
         assert_eq!(again["mounts"][1]["source"], "/t/job");
         assert_eq!(again["process"], once["process"]);
+    }
+
+    #[test]
+    fn what_is_of_another_container_is_taken_out() {
+        let config = json!({
+            "process": {"env": ["A=1"]},
+            "mounts": [{"destination": "/proc", "type": "proc", "source": "proc"}],
+        });
+        let given = attached(config.clone()).unwrap();
+        let bundle = tempfile::tempdir().unwrap();
+        let path = bundle.path().join("config.json");
+        let after = |config: &Value, state: &str| -> Value {
+            std::fs::write(&path, config.to_string()).unwrap();
+            detach_stale(bundle.path(), Path::new(state)).unwrap();
+            serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap()
+        };
+        assert_eq!(after(&given, "/s"), config);
+        // A mount that somebody else has put there is theirs.
+        assert_eq!(after(&given, "/elsewhere"), given);
+        assert_eq!(after(&config, "/s"), config);
+        detach_stale(Path::new("/no/such"), Path::new("/s")).unwrap();
     }
 
     #[test]

@@ -101,6 +101,12 @@ impl JobDirectory {
         self.exists() && self.owner_is_alive()
     }
 
+    /// Whether it belongs to no container, and to nobody who is about to make one. `container` is the
+    /// runtime's directory of it.
+    fn is_left_behind(&self, container: &Path) -> bool {
+        !container.exists() && !self.owner_is_alive()
+    }
+
     fn owner_is_alive(&self) -> bool {
         let owner = fs::read(self.path.join("owner")).ok();
         let owner = owner.and_then(|text| serde_json::from_slice::<Owner>(&text).ok());
@@ -174,7 +180,7 @@ pub fn sweep(state: &Path, runtime_root: &Path) {
         let directory = JobDirectory::of(&journal);
         // Busy: somebody is about to make it.
         let Ok(_lock) = journal.lock(Duration::ZERO) else { continue };
-        if runtime_root.join(&id).exists() || directory.owner_is_alive() {
+        if !directory.is_left_behind(&runtime_root.join(&id)) {
             continue;
         }
         match directory.remove() {
@@ -191,5 +197,29 @@ impl JournalFile {
         let entries = fs::read_dir(directory).into_iter().flatten().flatten();
         let names = entries.filter_map(|entry| entry.file_name().into_string().ok());
         names.filter_map(|name| Some(name.strip_suffix(&format!(".{JOB}"))?.to_owned())).collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn it_belongs_to_who_is_about_to_make_the_container() {
+        let host = tempfile::tempdir().unwrap();
+        let directory = JobDirectory { path: host.path().join("c1.job") };
+        let container = host.path().join("c1");
+        assert!(!directory.is_anothers());
+        fs::create_dir(&directory.path).unwrap();
+        // Without an owner: of a process that was killed before it wrote its name.
+        assert!(!directory.is_anothers() && directory.is_left_behind(&container));
+        directory.write_owner().unwrap();
+        assert!(directory.is_anothers() && !directory.is_left_behind(&container));
+        let pid = nix::unistd::getpid().as_raw();
+        let earlier = Owner(ProcessId { pid, start_time: 1 });
+        fs::write(directory.path.join("owner"), serde_json::to_vec(&earlier).unwrap()).unwrap();
+        assert!(!directory.is_anothers() && directory.is_left_behind(&container));
+        fs::create_dir(&container).unwrap();
+        assert!(!directory.is_left_behind(&container));
     }
 }

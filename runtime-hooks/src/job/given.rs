@@ -2,20 +2,20 @@
 //! before `runc restore`, a working copy of the image's, which is found again in its processes before
 //! the driver is asked.
 
-use std::fs::File;
-use std::io::{self, Write as _};
-use std::os::fd::{AsFd as _, OwnedFd};
+use std::fs;
 use std::path::{Path, PathBuf};
 
-use rustix::fs::{AtFlags, Gid, Mode, OFlags, ResolveFlags, Uid};
+use oci_spec::runtime::Spec;
 use stasis_config::config;
 use stasis_config::manifest::{self, JobFile};
 
 use super::directory::saved;
+use super::rootfs::{Like, Written};
 use super::{DESTINATION, Found, JobDirectory, JobError, bundle, launch};
 use crate::config_json::ConfigFile;
-use crate::cuda::job::VARIABLE;
 use crate::error::{Cause, chain};
+use crate::journal::JournalError;
+use crate::processes::ProcessId;
 use crate::restore::NewJob;
 
 /// What the container in a bundle is given.
@@ -28,8 +28,12 @@ pub struct Given<'a> {
     annotated: bool,
     /// Whether this host gives job files.
     allowed: bool,
+    /// Whether the directory was made here.
+    made: bool,
     /// config.json as it was.
     original: Option<ConfigFile>,
+    /// What was written to the root file system.
+    written: Option<Written>,
 }
 
 impl<'a> Given<'a> {
@@ -43,7 +47,16 @@ impl<'a> Given<'a> {
     ) -> Self {
         let allowed = config.annotations.allow.contains(&stasis_config::AnnotationName::Job);
         let bundle = bundle.to_owned();
-        Self { bundle, directory, cuda: &config.cuda, annotated, allowed, original: None }
+        Self {
+            bundle,
+            directory,
+            cuda: &config.cuda,
+            annotated,
+            allowed,
+            made: false,
+            original: None,
+            written: None,
+        }
     }
 
     /// Gives the container a job file that nothing has used, and tells it so in config.json.
@@ -58,21 +71,32 @@ impl<'a> Given<'a> {
         let (file, mut config) = ConfigFile::read(&self.bundle)?;
         // First, because it may be refused.
         bundle::attach(&mut config, &self.directory.file())?;
+        if self.directory.is_anothers() {
+            return Err(JournalError::Busy.into());
+        }
         let label = config["linux"]["mountLabel"].as_str();
         self.directory.make(label)?;
+        self.made = true;
         let done = content(self).and_then(|()| Ok(self.original.insert(file).write(&config)?));
         done.inspect_err(|_| self.take_back())
     }
 
-    /// Nothing of it is left.
+    /// Nothing of what was given is left.
     pub fn take_back(&mut self) {
         if let Some(file) = self.original.take()
             && let Err(error) = file.put_back()
         {
             tracing::error!(error = %chain(&error), "config.json stays as it was changed");
         }
-        if let Err(error) = self.directory.remove() {
+        if std::mem::take(&mut self.made)
+            && let Err(error) = self.directory.remove()
+        {
             tracing::error!(%error, "the job directory stays behind");
+        }
+        if let Some(written) = self.written.take()
+            && let Err(error) = written.put_back()
+        {
+            tracing::error!(%error, "the job file stays in the root file system");
         }
     }
 
@@ -91,10 +115,11 @@ impl<'a> Given<'a> {
             }
             Some((job, JobFile::Rootfs { path, mode, uid, gid })) => {
                 let content = saved(image, job)?;
-                let root = self.rootfs()?;
-                let owner = (Uid::from_raw(*uid), Gid::from_raw(*gid));
-                write_below(&root, path, &content, Mode::from_raw_mode(*mode), owner)?;
-                self.give_if_annotated()
+                let like = Like { mode: *mode, uid: *uid, gid: *gid };
+                let root = self.rootfs(like)?;
+                self.give_if_annotated()?;
+                self.written = Some(Written::new(&root, path, &content, like)?);
+                Ok(())
             }
             Some((_, JobFile::Dumped)) | None => self.give_if_annotated(),
         }
@@ -105,7 +130,7 @@ impl<'a> Given<'a> {
         if self.annotated { self.give_fresh() } else { Ok(()) }
     }
 
-    fn rootfs(&self) -> Result<PathBuf, JobError> {
+    fn rootfs(&self, file: Like) -> Result<PathBuf, JobError> {
         let (_, config) = ConfigFile::read(&self.bundle)?;
         // Others may have it, too; and who may not write to it gets nothing written by naming it.
         if config["root"]["readonly"] == true {
@@ -115,6 +140,7 @@ impl<'a> Given<'a> {
                     .to_owned(),
             ));
         }
+        file.check_mapping(&config)?;
         let path = config["root"]["path"].as_str().unwrap_or("rootfs");
         Ok(self.bundle.join(path))
     }
@@ -129,117 +155,153 @@ impl NewJob for Given<'_> {
         self.take_back();
     }
 
-    fn check(&self, expected: &manifest::Job, found: Option<&Found>) -> Result<(), Cause> {
-        let wrong = |reason: String| Err(JobError::NotTheImages(reason).into());
-        let Some(found) = found else {
-            return wrong(format!(
-                "the image's processes are in a job, and the restored ones name no job file in {VARIABLE}"
-            ));
-        };
-        if expected.file == JobFile::Made && self.directory.identity() != Some(found.job.file) {
-            let (who, named) = (&found.who, &found.named.named);
-            return wrong(format!(
-                "{who}: its job file {named} is not the one that is mounted at {DESTINATION}"
-            ));
+    fn check(
+        &self,
+        expected: &manifest::Job,
+        found: &Found,
+        init: ProcessId,
+        spec: &Spec,
+    ) -> Result<(), Cause> {
+        let mountinfo = fs::read_to_string(format!("/proc/{}/mountinfo", init.pid));
+        let mountinfo = mountinfo.map_err(|_| Cause::Gone)?;
+        let origin = found.origin(self.directory.identity(), spec, &mountinfo)?;
+        if origin == expected.file {
+            return Ok(());
         }
-        Ok(())
+        let (who, named) = (&found.who, &found.named.named);
+        let reason = format!(
+            "{who}: its job file {named} is not the one that was placed for the image: that is \
+             {}, and this one is {}",
+            place_of(&expected.file),
+            place_of(&origin)
+        );
+        Err(JobError::NotTheImages(reason).into())
     }
 }
 
-/// Writes a file below a directory that is somebody else's: no link is followed, no mount crossed.
-/// At any moment there is the old file or the new one.
-fn write_below(
-    root: &Path,
-    path: &str,
-    content: &[u8],
-    mode: Mode,
-    (uid, gid): (Uid, Gid),
-) -> Result<(), JobError> {
-    let failed = |source: io::Error| JobError::File {
-        action: "cannot write the job file below the root file system to",
-        path: path.into(),
-        source,
-    };
-    let below = path.trim_start_matches('/');
-    let (parent, name) = below.rsplit_once('/').unwrap_or((".", below));
-    let parent = if parent.is_empty() { "." } else { parent };
-    let directory = open_directory(root, parent).map_err(|error| failed(error.into()))?;
-    let temporary = format!(".stasis-{}", std::process::id());
-    let _ = rustix::fs::unlinkat(&directory, &temporary, AtFlags::empty());
-    let replaced = write_new(&directory, &temporary, content, mode, (uid, gid)).and_then(|()| {
-        rustix::fs::renameat(&directory, &temporary, &directory, name).map_err(io::Error::from)
-    });
-    replaced.map_err(|error| {
-        let _ = rustix::fs::unlinkat(&directory, &temporary, AtFlags::empty());
-        failed(error)
-    })
-}
-
-fn open_directory(root: &Path, parent: &str) -> rustix::io::Result<OwnedFd> {
-    let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
-    let root = rustix::fs::open(root, flags, Mode::empty())?;
-    let resolve = ResolveFlags::BENEATH | ResolveFlags::NO_SYMLINKS | ResolveFlags::NO_XDEV;
-    rustix::fs::openat2(&root, parent, flags, Mode::empty(), resolve)
-}
-
-fn write_new(
-    directory: &OwnedFd,
-    name: &str,
-    content: &[u8],
-    mode: Mode,
-    (uid, gid): (Uid, Gid),
-) -> io::Result<()> {
-    let flags = OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL | OFlags::NOFOLLOW | OFlags::CLOEXEC;
-    let file = rustix::fs::openat(directory, name, flags, Mode::from_raw_mode(0o600))?;
-    rustix::fs::fchown(file.as_fd(), Some(uid), Some(gid))?;
-    rustix::fs::fchmod(file.as_fd(), mode)?;
-    let mut file = File::from(file);
-    file.write_all(content)
+/// Where it lies, for people.
+fn place_of(file: &JobFile) -> String {
+    match file {
+        JobFile::Made => format!("mounted at {DESTINATION}"),
+        JobFile::Dumped => "in memory of its own".to_owned(),
+        JobFile::Rootfs { path, mode, uid, gid } => {
+            let path = stasis_config::text::printable(path, 256);
+            format!("{path} in the root file system (mode {mode:04o}, owner {uid}:{gid})")
+        }
+    }
 }
 
 #[cfg(test)]
 mod tests {
-    use std::fs;
-    use std::os::unix::fs::{PermissionsExt as _, symlink};
+    use std::os::unix::fs::symlink;
 
     use stasis_config::manifest::JOB_FILE;
 
     use super::*;
+    use crate::cuda::job::{Identity, Job, Named, Way};
+    use crate::error::Who;
+    use crate::journal::JournalFile;
+    use crate::processes::start_time;
 
-    fn write(root: &Path, path: &str) -> Result<(), String> {
-        let owner = (rustix::process::getuid(), rustix::process::getgid());
-        let mode = Mode::from_raw_mode(0o640);
-        write_below(root, path, b"new", mode, owner).map_err(|error| error.to_string())
+    fn this() -> ProcessId {
+        let pid = nix::unistd::getpid().as_raw();
+        ProcessId { pid, start_time: start_time(pid).unwrap() }
+    }
+
+    /// A bundle, and a state directory beside it.
+    fn host() -> (tempfile::TempDir, JobDirectory) {
+        let host = tempfile::tempdir().unwrap();
+        fs::create_dir_all(host.path().join("bundle/rootfs/var")).unwrap();
+        let config = r#"{"root": {"path": "rootfs"}, "process": {}}"#;
+        fs::write(host.path().join("bundle/config.json"), config).unwrap();
+        let journal = JournalFile::new(&host.path().join("state"), host.path(), "c1");
+        (host, JobDirectory::of(&journal))
+    }
+
+    fn in_rootfs(path: &str) -> JobFile {
+        let uid = rustix::process::getuid().as_raw();
+        let gid = rustix::process::getgid().as_raw();
+        JobFile::Rootfs { path: path.into(), mode: 0o600, uid, gid }
+    }
+
+    fn job(file: JobFile) -> manifest::Job {
+        manifest::Job { bytes: 3, sha256: crate::cuda::digest(b"abc"), file }
     }
 
     #[test]
-    fn the_copy_takes_the_place_of_the_file() {
-        let root = tempfile::tempdir().unwrap();
-        fs::create_dir(root.path().join("var")).unwrap();
-        for path in ["/var/job", "/job"] {
-            let file = root.path().join(&path[1..]);
-            fs::write(&file, "old").unwrap();
-            write(root.path(), path).unwrap();
-            assert_eq!(fs::read(&file).unwrap(), b"new");
-            assert_eq!(fs::metadata(&file).unwrap().permissions().mode() & 0o777, 0o640);
-        }
-        assert_eq!(fs::read_dir(root.path().join("var")).unwrap().count(), 1);
+    fn what_was_placed_is_taken_back_and_nothing_else() {
+        let (host, directory) = host();
+        let config = stasis_config::Config::default();
+        let image = tempfile::tempdir().unwrap();
+        fs::write(image.path().join(JOB_FILE), "abc").unwrap();
+        let bundle = host.path().join("bundle");
+        let at = bundle.join("rootfs/var/job");
+        let mut given = Given::new(&bundle, directory.clone(), &config, false);
+        given.place(image.path(), Some(&job(in_rootfs("/var/job")))).unwrap();
+        assert_eq!(fs::read(&at).unwrap(), b"abc");
+        given.take_back();
+        assert!(!at.exists());
+        // The directory of a container that another process is about to make.
+        let lock = JournalFile::new(&host.path().join("state"), host.path(), "c1");
+        drop(lock.lock(std::time::Duration::ZERO).unwrap());
+        fs::create_dir(lock.job()).unwrap();
+        assert!(given.place(image.path(), Some(&job(in_rootfs("/none/job")))).is_err());
+        given.take_back();
+        assert!(directory.exists(), "it was not made here");
     }
 
     #[test]
-    fn an_image_cannot_lead_it_astray() {
-        let (root, outside) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
-        fs::write(outside.path().join("job"), "theirs").unwrap();
-        symlink(outside.path(), root.path().join("var")).unwrap();
-        symlink(outside.path().join("job"), root.path().join("job")).unwrap();
-        assert!(write(root.path(), "/var/job").unwrap_err().contains("/var/job"));
-        // A link in its place is replaced, and not followed.
-        write(root.path(), "/job").unwrap();
-        assert_eq!(fs::read(outside.path().join("job")).unwrap(), b"theirs");
-        assert_eq!(fs::read(root.path().join("job")).unwrap(), b"new");
-        fs::create_dir(root.path().join("directory")).unwrap();
-        for path in ["/none/job", "/directory", "/"] {
-            assert!(write(root.path(), path).is_err(), "{path}");
+    fn a_read_only_root_file_system_is_not_written_to() {
+        let (host, directory) = host();
+        let bundle = host.path().join("bundle");
+        let text = r#"{"root": {"path": "rootfs", "readonly": true}}"#;
+        fs::write(bundle.join("config.json"), text).unwrap();
+        let image = tempfile::tempdir().unwrap();
+        fs::write(image.path().join(JOB_FILE), "abc").unwrap();
+        let config = stasis_config::Config::default();
+        let mut given = Given::new(&bundle, directory, &config, false);
+        let placed = given.place(image.path(), Some(&job(in_rootfs("/var/job"))));
+        assert!(placed.unwrap_err().to_string().contains("is read-only"));
+    }
+
+    #[test]
+    fn a_restored_process_names_the_file_that_was_placed() {
+        let (host, directory) = host();
+        let config = stasis_config::Config::default();
+        let given = Given::new(&host.path().join("bundle"), directory, &config, false);
+        let spec: Spec =
+            serde_json::from_str(r#"{"ociVersion":"1.0.2","root":{"path":"rootfs"}}"#).unwrap();
+        let found = |path: Option<&str>| {
+            let file = Identity { device: 1, inode: 2 };
+            let way = Way::Host("/x".into());
+            let JobFile::Rootfs { mode, uid, gid, .. } = in_rootfs("") else { unreachable!() };
+            let named = path.unwrap_or("/proc/self/fd/3").to_owned();
+            let path = path.map(str::to_owned);
+            let named = Named { named, file, way: way.clone(), path, mode, uid, gid };
+            Found {
+                job: Job { file, ways: vec![way] },
+                named,
+                who: Who { pid: 7, command: "app".into() },
+            }
+        };
+        let check = |expected: JobFile, path: Option<&str>| {
+            let checked = given.check(&job(expected), &found(path), this(), &spec);
+            checked.map_err(|error| error.to_string())
+        };
+        // A path that no mount but the root covers, wherever this runs.
+        let own = "/no-mount-is-called-like-this/job";
+        check(JobFile::Dumped, None).unwrap();
+        check(in_rootfs(own), Some(own)).unwrap();
+        for (expected, path) in [
+            (JobFile::Made, None),
+            (JobFile::Made, Some(own)),
+            (JobFile::Dumped, Some(own)),
+            (in_rootfs(own), None),
+            (in_rootfs("/other"), Some(own)),
+        ] {
+            let said = check(expected, path).unwrap_err();
+            assert!(said.starts_with("pid 7 (app): its job file "), "{said}");
+            assert!(said.contains("is not the one that was placed"), "{said}");
         }
     }
 

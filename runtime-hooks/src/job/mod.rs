@@ -13,6 +13,7 @@ pub mod bundle;
 pub mod directory;
 pub mod given;
 pub mod launch;
+mod rootfs;
 
 pub use directory::JobDirectory;
 
@@ -24,8 +25,9 @@ pub use crate::cuda::job::DESTINATION;
 use crate::cuda::job::{FIRST_BRANCH, Identity, Job, Named, Neighbour, Unusable};
 use crate::cuda::{Driver, DriverError, DriverFacts};
 use crate::error::Who;
+use crate::journal::Entry;
 use crate::parts::CudaProcess;
-use crate::processes::{Processes, ProcessesError};
+use crate::processes::{ProcessId, Processes, ProcessesError};
 use crate::spec;
 
 /// Why there is no job, or not this one.
@@ -172,6 +174,7 @@ pub fn find(
     driver: &mut dyn Driver,
     processes: &dyn Processes,
     cuda: &[CudaProcess],
+    init: ProcessId,
 ) -> Result<Option<Found>, JobError> {
     let neighbours: Vec<Neighbour> = processes
         .list()?
@@ -179,7 +182,7 @@ pub fn find(
         .map(|process| Neighbour { inner_pid: process.inner_pid, id: process.id })
         .collect();
     let asked: Vec<_> = cuda.iter().map(|process| process.process.id).collect();
-    let mut named = driver.job_files(&asked, &neighbours).map_err(JobError::Helper)?;
+    let mut named = driver.job_files(&asked, init, &neighbours).map_err(JobError::Helper)?;
     let mut found: Option<Found> = None;
     let mut outside: Option<Who> = None;
     for process in cuda {
@@ -217,17 +220,24 @@ pub fn find(
     }
 }
 
-/// Newcomers among `cuda` are in the job that was found first, or it is an error.
+/// All of `cuda` are, still, in the job that was found first, or in none if none was; or it is an
+/// error.
 pub fn confirm(
     driver: &mut dyn Driver,
     processes: &dyn Processes,
     cuda: &[CudaProcess],
-    membership: &Membership,
+    entry: &Entry,
 ) -> Result<(), JobError> {
-    match find(driver, processes, cuda)? {
-        Some(found) if found.job.file != membership.job.file => Err(JobError::NotTheImages(
+    let found = find(driver, processes, cuda, entry.init)?;
+    match (found, entry.in_job()) {
+        (Some(found), Some(job)) if found.job.file != job.file => Err(JobError::NotTheImages(
             format!("{}: its job file {} was replaced meanwhile", found.who, found.named.named),
         )),
+        // The others have ended.
+        (Some(found), None) => Err(JobError::NotTheImages(format!(
+            "{}: it began meanwhile, in a job that the others were not in",
+            found.who
+        ))),
         _ => Ok(()),
     }
 }

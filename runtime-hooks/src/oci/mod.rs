@@ -175,3 +175,53 @@ fn replaced(execute: &Execute<'_>, command: &mut Command) -> anyhow::Result<Infa
         Path::new(command.get_program()).display()
     )))
 }
+
+#[cfg(test)]
+mod tests {
+    use std::cell::RefCell;
+    use std::fs;
+
+    use super::*;
+    use crate::job::DESTINATION;
+    use crate::journal::JournalFile;
+
+    #[test]
+    fn an_exec_is_told_of_the_job_file_where_the_container_was_given_one() {
+        let host = tempfile::tempdir().unwrap();
+        let at = |name: &str| host.path().join(name);
+        fs::write(at("process.json"), r#"{"args": ["a"], "env": ["B=2"]}"#).unwrap();
+        let mut config = Config::default();
+        config.runtime.path = "/bin/true".into();
+        config.state.directory = at("state");
+        let root = at("runc");
+        let line: Vec<OsString> = [
+            "--root".into(),
+            root.clone().into(),
+            "exec".into(),
+            "--process".into(),
+            at("process.json").into(),
+            "c1".into(),
+        ]
+        .into();
+        // What the process of the exec is described by, as the runtime would read it.
+        let described = || {
+            let said = RefCell::new(String::new());
+            let execute = |command: &mut Command| {
+                let arguments: Vec<_> = command.get_args().map(OsString::from).collect();
+                assert_eq!(arguments.last().unwrap(), "c1");
+                let named = arguments.iter().position(|argument| argument == "--process").unwrap();
+                *said.borrow_mut() = fs::read_to_string(&arguments[named + 1]).unwrap();
+                io::Error::other("noted")
+            };
+            let recognised = CommandLine::recognise(&line);
+            run(&config, &line, recognised.as_ref(), &execute).unwrap_err();
+            said.into_inner()
+        };
+        assert!(!described().contains(DESTINATION));
+        let journal = JournalFile::new(&config.state.directory, &root, "c1");
+        fs::create_dir_all(journal.job()).unwrap();
+        let described = described();
+        assert!(described.contains(&format!("CUDA_CHECKPOINT_JOB_FILE={DESTINATION}")));
+        assert!(described.contains("B=2"), "{described}");
+    }
+}

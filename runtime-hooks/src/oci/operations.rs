@@ -23,7 +23,7 @@ use crate::freezer::Freezer as _;
 use crate::hold::Tracer;
 use crate::image::{self, ImageDirectory};
 use crate::interrupt;
-use crate::job::bundle::Exec;
+use crate::job::bundle::{Exec, detach_stale};
 use crate::job::given::Given;
 use crate::job::{self, JobDirectory};
 use crate::journal::{Entry, JournalError, JournalFile, Stage};
@@ -130,6 +130,9 @@ pub(super) fn restore(context: &Context<'_>) -> anyhow::Result<ExitCode> {
     let mut tools = Tools::new(context, journal)?;
     let bundle = absolute(&arguments.bundle())?;
     let annotations = annotations(context, &bundle).map_err(refused)?;
+    if !annotations.job {
+        give_no_job(context, &bundle).map_err(refused)?;
+    }
     let mut job = Given::new(&bundle, directory, context.config, annotations.job);
     let mut bundle = Bundle::new(&bundle, context.config);
     tools.runc.criu.add(manifest.dump);
@@ -222,10 +225,12 @@ pub(super) fn delete(context: &Context<'_>) -> anyhow::Result<ExitCode> {
     Ok(ExitCode::from(u8::try_from(status.code().unwrap_or(1)).unwrap_or(1)))
 }
 
-/// The job file of a container that has been deleted goes with it.
+/// The job file of a container that is not there any more goes with it. Not that of one which is just
+/// being made.
 fn forget_job(context: &Context<'_>, directory: &JobDirectory) {
     if directory.exists()
         && !context.root().join(context.id).exists()
+        && !directory.is_anothers()
         && let Err(error) = directory.remove()
     {
         tracing::warn!(container = context.id, %error, "the job directory stays behind");
@@ -235,10 +240,20 @@ fn forget_job(context: &Context<'_>, directory: &JobDirectory) {
 /// Before `create` and `run`: an annotation that this host refuses is told now and not at the
 /// first checkpoint, and a container that asks for a job file gets one.
 pub(super) fn prepare_start(context: &Context<'_>) -> anyhow::Result<()> {
-    let refused = |cause| untouched(context, "create", cause);
+    // `create` or `run`.
+    let operation = if context.line.subcommand == "run" { "run" } else { "create" };
+    let refused = |cause| untouched(context, operation, cause);
     let bundle = absolute(&context.line.arguments().bundle())?;
     let annotations = annotations(context, &bundle).map_err(refused)?;
-    if annotations.job { give_job(context, &bundle).map_err(refused) } else { Ok(()) }
+    let done =
+        if annotations.job { give_job(context, &bundle) } else { give_no_job(context, &bundle) };
+    done.map_err(refused)
+}
+
+/// A container without the annotation has no job file, also where one was left behind.
+fn give_no_job(context: &Context<'_>, bundle: &Path) -> Result<(), Cause> {
+    forget_job(context, &JobDirectory::of(&context.journal()));
+    Ok(detach_stale(bundle, &context.config.state.directory)?)
 }
 
 /// The same before a restore that is the runtime's alone: the mount is part of the container.
@@ -246,7 +261,7 @@ fn give_job_if_annotated(context: &Context<'_>, operation: &'static str) -> anyh
     let refused = |cause| untouched(context, operation, cause);
     let bundle = absolute(&context.line.arguments().bundle())?;
     if !spec::annotations(&bundle).contains_key(AnnotationName::Job.key()) {
-        return Ok(());
+        return give_no_job(context, &bundle).map_err(refused);
     }
     annotations(context, &bundle).map_err(refused)?;
     give_job(context, &bundle).map_err(refused)
@@ -267,9 +282,6 @@ fn give_job(context: &Context<'_>, bundle: &Path) -> Result<(), Cause> {
     let journal = context.journal();
     let _lock = journal.lock(LOCK_PATIENCE)?;
     let directory = JobDirectory::of(&journal);
-    if directory.is_anothers() {
-        return Err(JournalError::Busy.into());
-    }
     if is_there() {
         return Ok(());
     }

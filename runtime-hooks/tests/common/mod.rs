@@ -87,10 +87,14 @@ pub struct State {
     pub usage_is_unknown: bool,
     /// How many kernels each has launched, of those that wait for the same of all others.
     pub launched: BTreeMap<Pid, u32>,
+    /// Those of them that run launch until they wait for another.
+    pub ranks_run: bool,
     /// The driver's version.
     pub driver: &'static str,
     /// The job file that each process names, by a number; none that is not here.
     pub jobs: BTreeMap<Pid, u64>,
+    /// At this call all name another file.
+    pub jobs_change_at: Option<&'static str>,
     /// The job that the driver's helper is in.
     pub joined: Option<Job>,
     /// What each call of the driver was made for, in order.
@@ -151,8 +155,10 @@ impl World {
             ranks: false,
             usage_is_unknown: false,
             launched: BTreeMap::new(),
+            ranks_run: false,
             driver: "580.1",
             jobs: BTreeMap::new(),
+            jobs_change_at: None,
             joined: None,
             asked: Vec::new(),
         })))
@@ -255,6 +261,9 @@ impl World {
         }
         self.with(|state| {
             state.log.push(call.to_owned());
+            if state.jobs_change_at == Some(call) {
+                state.jobs.values_mut().for_each(|number| *number += 1);
+            }
             let mut born = Vec::new();
             state.births.retain_mut(|(at, skip, process)| {
                 if *at != call {
@@ -294,6 +303,17 @@ impl World {
         }
     }
 
+    /// Who runs comes as far as the others.
+    fn launch(state: &mut State) {
+        let most = state.launched.values().max().copied().unwrap_or_default();
+        for (pid, launched) in &mut state.launched {
+            let held = state.held.iter().any(|t| t.pid == *pid && t.keep != Keep::All);
+            if !held && state.cuda.get(pid) == Some(&CudaState::Running) {
+                *launched = most;
+            }
+        }
+    }
+
     fn act(
         &self,
         call: Call,
@@ -307,11 +327,16 @@ impl World {
             if !pids.is_empty() {
                 state.asked.push((name, pids.to_vec()));
             }
+            // One whose file was exchanged is still in the first.
+            let exchanged = state.jobs_change_at.is_some();
             let foreign = |pid: &Pid| {
                 let job = state.jobs.get(pid).map(|number| identity(*number));
                 job.is_some_and(|job| state.joined.as_ref().is_none_or(|own| own.file != job))
             };
-            assert!(!pids.iter().any(foreign), "{name} of a member by somebody outside its job");
+            assert!(
+                exchanged || !pids.iter().any(foreign),
+                "{name} of a member by somebody outside its job"
+            );
             assert!(!state.frozen || pids.is_empty(), "{name} on a frozen process would hang");
             for pid in pids {
                 let driver_is_held = name == "lock"
@@ -321,9 +346,15 @@ impl World {
                 assert!(!driver_is_held, "lock without cuda-EvtHandlr would hang");
             }
             if name == "lock" && !matches!(fault, Some(Fault::Crash)) {
-                for pid in std::mem::take(&mut state.late) {
-                    state.cuda.insert(pid, CudaState::Locked);
+                if state.ranks_run {
+                    Self::launch(state);
                 }
+                let least = state.launched.values().min().copied().unwrap_or_default();
+                let (waiting, granted): (Vec<Pid>, Vec<Pid>) = std::mem::take(&mut state.late)
+                    .into_iter()
+                    .partition(|pid| state.launched.get(pid).is_some_and(|own| *own > least));
+                state.late = waiting;
+                state.cuda.extend(granted.into_iter().map(|pid| (pid, CudaState::Locked)));
             } else if name == "lock" && state.granted_late {
                 state.late = pids.to_vec();
             }
@@ -471,8 +502,10 @@ impl Driver for World {
     fn job_files(
         &mut self,
         processes: &[ProcessId],
+        init: ProcessId,
         _: &[Neighbour],
     ) -> Result<BTreeMap<Pid, Result<Option<Named>, Unusable>>, DriverError> {
+        assert_eq!(init, INIT);
         if let Some(fault) = self.note("job-files") {
             let named = "/x".to_owned();
             let reason = "is a FIFO".to_owned();
@@ -510,12 +543,16 @@ impl Driver for World {
         self.with(|state| state.joined = job.cloned());
     }
 
-    fn copy_job_file(&mut self, to: Option<&Path>, _: Duration) -> Result<Copied, DriverError> {
+    fn copy_job_file(
+        &mut self,
+        _: &Job,
+        to: Option<&Path>,
+        _: Duration,
+    ) -> Result<Copied, DriverError> {
         if self.note("copy-job").is_some() {
             return Err(DriverError::JobFile("cannot be copied: no space left".into()));
         }
         self.with(|state| {
-            assert!(state.joined.is_some(), "there is no job to copy the file of");
             let all = state.cuda.values().all(|state| *state == CudaState::Checkpointed);
             assert!(all, "the job file is copied when all are CHECKPOINTED");
             // At a checkpoint; at a restore it is only read.
@@ -737,10 +774,11 @@ impl NewJob for World {
         self.note("take-back-job");
     }
 
-    fn check(&self, _: &manifest::Job, found: Option<&Found>) -> Result<(), Cause> {
-        match found {
-            Some(_) => Ok(()),
-            None => Err(JobError::NotTheImages("no job".into()).into()),
+    fn check(&self, _: &manifest::Job, _: &Found, init: ProcessId, _: &Spec) -> Result<(), Cause> {
+        assert_eq!(init, INIT);
+        match self.note("check-job") {
+            Some(_) => Err(JobError::NotTheImages("elsewhere".into()).into()),
+            None => Ok(()),
         }
     }
 }

@@ -6,7 +6,6 @@ use stasis_integration::ctr::Checkpoint;
 use stasis_integration::docker::{Docker, Start};
 use stasis_integration::ipc::Group;
 use stasis_integration::leaks;
-use stasis_integration::runtime::Settings;
 
 use super::front_ends::network;
 use super::own::says;
@@ -91,7 +90,6 @@ pub(super) fn without_cuda(case: &Case<'_>) -> Result<()> {
 /// What the shim made for a restore that failed goes with it, and the image is as good as before.
 pub(super) fn failed_restore(case: &Case<'_>) -> Result<()> {
     case.gpu.driver(KEEPS)?;
-    case.set(&Settings::default().impatient(2))?;
     let id = case.start(&Container::new(IPC).annotated(FILE))?;
     let mut group = Group::new(4);
     group.expect(case.pid(&id)?)?;

@@ -210,8 +210,10 @@ fn swapping(case: &Case<'_>, number: u32, pause: &str) -> Result<bool> {
         let mut last = None;
         let restored = wait::until("a restore between two swaps", LIMIT / 4, || {
             own.group = at_checkpoint;
-            // What it swaps the placed one for has to be as good.
-            fs::copy(image.join("stasis.job"), &kept)?;
+            // The last swap may have left the link there; and what it swaps the placed one for has to
+            // be as good.
+            let _ = fs::remove_file(&job);
+            fs::write(&kept, fs::read(image.join("stasis.job"))?)?;
             let restored = own.restore(&image);
             unharmed(&secret)?;
             let restored = restored.and_then(|()| own.expect());

@@ -112,6 +112,8 @@ fn manifests(case: &Case<'_>) -> Result<()> {
         ("file", rootfs("../../x", 0o600), "absolute"),
         ("file", rootfs("/../../x", 0o600), "path"),
         ("file", rootfs("/var/job", 0o4755), "0o4755"),
+        // What would be there is not what the container had.
+        ("file", rootfs("/etc/passwd", 0o600), "of another owner or mode"),
         ("more", json!(1), "more"),
     ] {
         with_job(&at, &good, |job| job[part] = value.clone())?;
@@ -121,13 +123,14 @@ fn manifests(case: &Case<'_>) -> Result<()> {
             .or_else(|_| says(&error, &[why, "not touched"]))
             .with_context(|| what.clone())?;
     }
-    // Said to come from elsewhere: then the members find one that nothing has used.
+    // Said to come from elsewhere: then the members name another, which nothing has used.
     fs::create_dir_all(own.root().join("var"))?;
     for file in [json!("dumped"), rootfs("/var/job", 0o600)] {
         with_job(&at, &good, |job| job["file"] = file.clone())?;
         let error = own.restore_fails(&image).with_context(|| file.to_string())?;
-        let words = ["(ipc)", "not as it was in the checkpoint", "was killed"];
+        let words = ["(ipc)", "this one is mounted at /run/stasis/cuda-job", "was killed"];
         says(&error, &words).with_context(|| file.to_string())?;
+        ensure!(!own.root().join("var/job").exists(), "the copy is left in the root file system");
     }
     // What is found out after the copy was placed.
     fs::write(&at, good.to_string().replace("/dev/nvidia0", "/dev/nvidia7"))?;
@@ -201,9 +204,11 @@ fn paths(case: &Case<'_>) -> Result<()> {
     ensure!(left == 1 && content == "theirs", "{left} files, and one says {content:?}");
     fs::remove_file(&var)?;
     fs::rename(&kept, &var)?;
-    // A link in the file's place is replaced, and not followed.
+    // A link in the file's place is neither followed nor replaced.
     fs::remove_file(var.join("job"))?;
     symlink(outside.join("job"), var.join("job"))?;
+    says(&own.restore_fails(&image)?, &["/var/job: a symbolic link is there", "not touched"])?;
+    fs::remove_file(var.join("job"))?;
     own.restore(&image)?;
     own.expect()?;
     ensure!(fs::read_to_string(outside.join("job"))? == "theirs", "a link was followed");
