@@ -46,7 +46,9 @@ pub(super) fn named_by(
             let given = DESTINATION.as_bytes().to_vec();
             let found = std::iter::once(given)
                 .chain(others)
-                .find_map(|value| resolve(process, init, &value, neighbours).ok().flatten());
+                .filter_map(|value| resolve(process, init, &value, neighbours).ok().flatten())
+                // An empty one was only mounted over, in an earlier life of this root file system.
+                .find(|named| reach(&named.way).is_ok_and(|file| file.metadata.len() > 0));
             Ok(found)
         }
     }

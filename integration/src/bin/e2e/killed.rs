@@ -56,7 +56,7 @@ pub(crate) fn tests() -> Vec<Test> {
 }
 
 /// Kills processes of a test's runtime at the right moment, in a thread of its own.
-struct Striker {
+pub(crate) struct Striker {
     /// By which the processes of this test's runtime are known.
     environment: String,
     /// By which the one to kill is known among them.
@@ -66,7 +66,7 @@ struct Striker {
 }
 
 impl Striker {
-    fn new(case: &Case, argument: &'static str) -> Self {
+    pub(crate) fn new(case: &Case, argument: &'static str) -> Self {
         Self { environment: case.engine_environment(), argument, ready: None }
     }
 
@@ -86,7 +86,7 @@ impl Striker {
     }
 
     /// Waits for the moment and kills.
-    fn strike(self) -> JoinHandle<Result<()>> {
+    pub(crate) fn strike(self) -> JoinHandle<Result<()>> {
         thread::spawn(move || {
             let what = format!("stasis-runc with {}", self.argument);
             let targets = wait::until(&what, LIMIT, || {
@@ -102,7 +102,7 @@ impl Striker {
     }
 }
 
-fn joined(striker: JoinHandle<Result<()>>) -> Result<()> {
+pub(crate) fn joined(striker: JoinHandle<Result<()>>) -> Result<()> {
     striker.join().map_err(|_| anyhow!("the striker panicked"))?
 }
 

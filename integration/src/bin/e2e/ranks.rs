@@ -7,6 +7,7 @@ use stasis_integration::case::{Case, Container};
 use stasis_integration::ctr::{Checkpoint, Status};
 use stasis_integration::{command, wait};
 
+use crate::killed::{Striker, joined};
 use crate::{Test, consecutive};
 
 const LIMIT: Duration = Duration::from_secs(60);
@@ -24,6 +25,7 @@ pub(crate) fn tests() -> Vec<Test> {
         // Its members are locked one after the other.
         Test::new("in_a_job_direct", |case| direct(case, JOB)),
         Test::new("in_a_job_paused_come_to_rest", paused_in_a_job),
+        Test::new("in_a_job_go_on_after_a_killed_checkpoint", killed_in_a_job),
     ]
 }
 
@@ -98,6 +100,28 @@ fn paused_stay_paused(case: &Case) -> Result<()> {
     case.checkpoint(&id, &Checkpoint { image, ..Checkpoint::default() })?;
     case.expect_status(&id, Status::Paused)?;
     ensure!(steps(case, &id)? == before, "a paused rank made a step");
+    case.ctr().resume(&id)?;
+    advance(case, &id)
+}
+
+/// Killed while one is waited for: its lock would be granted later, and nobody would be there to
+/// unlock it.
+fn killed_in_a_job(case: &Case) -> Result<()> {
+    let id = start(case, &[], Some(JOB))?;
+    for image in ["first", "second", "third"] {
+        case.ctr().pause(&id)?;
+        let image = Some(case.path(image));
+        let striker = Striker::new(case, "checkpoint").strike();
+        let failed = case.checkpoint_fails(&id, &Checkpoint { image, ..Checkpoint::default() });
+        joined(striker)?;
+        failed?;
+        case.ctr().resume(&id)?;
+        advance(case, &id)?;
+        advance(case, &id)?;
+    }
+    case.ctr().pause(&id)?;
+    let image = Some(case.path("fourth"));
+    case.checkpoint(&id, &Checkpoint { image, ..Checkpoint::default() })?;
     case.ctr().resume(&id)?;
     advance(case, &id)
 }

@@ -43,6 +43,7 @@ pub(super) fn tests() -> Vec<Test> {
         }),
         Test::new("without_cuda", without_cuda),
         Test::new("started_again", started_again),
+        Test::new("annotation_taken_away", annotation_taken_away),
         Test::new("swept_after_a_failed_create", swept),
         Test::new("both_ways_contradict", contradiction),
     ]
@@ -237,6 +238,30 @@ fn same_file(one: &Path, other: &Path) -> Result<bool> {
 }
 
 /// A bundle is used again: for another start it is another job.
+/// A bundle that was used with the annotation, and its copy, are used without.
+fn annotation_taken_away(case: &Case<'_>) -> Result<()> {
+    case.gpu.driver(KEEPS)?;
+    let mut own = Own::started(case, "a")?;
+    let mut copy = Own::like(&own, "b")?;
+    copy.group = stasis_integration::ipc::Group::new(4);
+    let taken = |own: &mut Own<'_>| -> Result<()> {
+        own.bare.change(|spec| spec["annotations"] = json!({}))?;
+        ensure!(own.bare.spec()?.contains(GIVEN), "Stasis had changed config.json");
+        own.start()?;
+        ensure!(!own.bare.spec()?.contains(GIVEN), "it has another's job file");
+        own.expect()?;
+        ensure!(own.own_job().is_none(), "it has a job file");
+        says(&own.refused(&case.path("image"))?, &["dev.stasis.job=file"])
+    };
+    taken(&mut copy)?;
+    own.expect()?;
+    own.delete()?;
+    own.group = stasis_integration::ipc::Group::new(4);
+    taken(&mut own)?;
+    own.delete()?;
+    copy.delete()
+}
+
 fn started_again(case: &Case<'_>) -> Result<()> {
     case.gpu.driver(KEEPS)?;
     let mut own = Own::started(case, "a")?;
