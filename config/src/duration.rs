@@ -30,6 +30,15 @@ pub(crate) fn parse(text: &str) -> Result<Duration, String> {
     })
 }
 
+/// A timeout as people write it: at least a millisecond, at most a day. The error says what is wrong.
+pub fn timeout(text: &str) -> Result<Duration, String> {
+    let time = parse(text).map_err(|reason| format!("{reason}; expected {FORM}"))?;
+    if (SHORTEST..=LONGEST).contains(&time) {
+        return Ok(time);
+    }
+    Err(format!("it has to be between {} and {}", show(SHORTEST), show(LONGEST)))
+}
+
 /// `10s`, `1m 30s`: how a duration is written in messages.
 pub(crate) fn show(duration: Duration) -> String {
     humantime::format_duration(duration).to_string()

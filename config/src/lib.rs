@@ -14,7 +14,7 @@
 
 pub mod annotations;
 pub mod config;
-mod duration;
+pub mod duration;
 pub mod manifest;
 pub mod text;
 

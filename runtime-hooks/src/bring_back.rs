@@ -133,9 +133,15 @@ fn thaw_by(parts: &mut Parts<'_>, thaw: Thaw) -> Result<(), Cause> {
     }
 }
 
-/// The operation has ended: its entry in the journal goes.
-pub(crate) fn forget(parts: &mut Parts<'_>) {
-    if let Err(error) = parts.journal.clear() {
+/// The operation has ended: its entry in the journal goes. A container that was suspended before is
+/// so again.
+pub(crate) fn forget(parts: &mut Parts<'_>, entry: &Entry) {
+    let earlier = entry.suspended.as_ref().filter(|_| parts.processes.alive(entry.init));
+    let done = match earlier {
+        Some(earlier) => parts.journal.save(earlier),
+        None => parts.journal.clear(),
+    };
+    if let Err(error) = done {
         tracing::error!(error = %crate::error::chain(&error), "the journal stays behind");
     }
 }
@@ -152,7 +158,7 @@ pub fn put_back(parts: &mut Parts<'_>, entry: &Entry, limits: &Limits) -> Left {
         Ok(()) => left,
         Err(because) => kill(parts, entry, because),
     };
-    forget(parts);
+    forget(parts, entry);
     left
 }
 

@@ -61,6 +61,8 @@ pub struct Request<'a> {
     pub minimum_driver: u32,
     /// The job file that the container was given, if it was.
     pub given_job: Option<Identity>,
+    /// What `stasis suspend` has noted, if the container is suspended: it stays so.
+    pub suspended: Option<&'a Entry>,
     /// How long things may take.
     pub limits: Limits,
 }
@@ -175,19 +177,16 @@ fn preflight(
         parts.image.prepare()?;
         return begin(parts, request, None).map(|entry| (facts, entry));
     }
-    if let Some(call) =
-        ACTIONS.iter().find(|call| facts.missing.iter().any(|m| m == call.function()))
-    {
-        let driver =
-            facts.driver_version.clone().unwrap_or_else(|| "of unknown version".to_owned());
-        return Err(Cause::NoDriver(DriverError::Unsupported { call: *call, driver }));
-    }
+    require_actions(&facts)?;
     let unknown = spec::unknown_binds(request.spec, request.mountinfo);
     if !unknown.is_empty() {
         return Err(Cause::UnknownMounts(unknown));
     }
     refuse_strays(parts.processes, cuda, request.container.init.pid)?;
     find_uses(parts, cuda);
+    if let Some(suspended) = request.suspended {
+        recall_uses(cuda, suspended);
+    }
     let membership = membership(parts, request, cuda, &facts)?;
     request.gate(&facts).check(cuda, membership.is_some())?;
     parts.image.prepare()?;
@@ -209,7 +208,7 @@ fn membership(
     let found = job::find(parts.driver, parts.processes, cuda, init)?;
     let Some(found) = found else { return Ok(None) };
     let origin = found.origin(request.given_job, request.spec, request.mountinfo)?;
-    Ok(Some(Membership { job: found.job, origin }))
+    Ok(Some(Membership { job: found.job, origin: Some(origin) }))
 }
 
 fn begin(
@@ -221,8 +220,26 @@ fn begin(
     let Container { id, init, .. } = request.container;
     let mut entry = Entry::new(id, *init, frozen, parts.image.path());
     entry.job = job;
+    entry.suspended = request.suspended.cloned().map(Box::new);
     parts.journal.save(&entry)?;
     Ok(entry)
+}
+
+/// What suspended processes will need: they use no GPU now.
+fn recall_uses(cuda: &mut [CudaProcess], suspended: &Entry) {
+    for process in cuda.iter_mut().filter(|process| process.uses.gpus.is_empty()) {
+        let noted = suspended.processes.iter().find(|noted| noted.id == process.process.id);
+        process.uses = noted.map(|noted| noted.uses.clone()).unwrap_or_default();
+    }
+}
+
+/// Refuses a driver that cannot do one of the steps.
+pub(crate) fn require_actions(facts: &DriverFacts) -> Result<(), Cause> {
+    let lacks = |call: &&Call| facts.missing.iter().any(|missing| missing == call.function());
+    let Some(call) = ACTIONS.iter().find(lacks) else { return Ok(()) };
+    let driver = facts.driver_version.clone();
+    let driver = driver.unwrap_or_else(|| "of unknown version".to_owned());
+    Err(Cause::NoDriver(DriverError::Unsupported { call: *call, driver }))
 }
 
 const ACTIONS: [Call; 6] =
@@ -278,12 +295,13 @@ fn copy_job(
     limits: &Limits,
 ) -> Result<manifest::Job, Cause> {
     let copy = parts.image.path().join(JOB_FILE);
+    let file = membership.origin.clone().unwrap_or(JobFile::Dumped);
     // What CRIU dumps it restores.
-    let to = (membership.origin != JobFile::Dumped).then_some(copy.as_path());
+    let to = (file != JobFile::Dumped).then_some(copy.as_path());
     let copied = parts.driver.copy_job_file(&membership.job, to, limits.checkpoint);
     let copied = copied.map_err(JobError::Helper)?;
     let Copied { bytes, sha256 } = copied;
-    Ok(manifest::Job { bytes, sha256, file: membership.origin.clone() })
+    Ok(manifest::Job { bytes, sha256, file })
 }
 
 /// The caller wants it gone, and may have it gone now.
@@ -300,7 +318,7 @@ fn end(
             if !by_criu && let Err(error) = parts.runtime.delete() {
                 tracing::warn!(%error, "the ended container's state stays behind");
             }
-            forget(parts);
+            forget(parts, entry);
             Ok(())
         }
         Err(cause) => {
@@ -331,14 +349,14 @@ fn await_resume(
 fn go_on(parts: &mut Parts<'_>, request: &Request<'_>, entry: &Entry) -> Result<(), Failure> {
     match bring_back(parts, entry, Goal::Running, Thaw::Freezer, &request.limits) {
         Ok(()) => {
-            forget(parts);
+            forget(parts, entry);
             Ok(())
         }
         Err(cause) => {
             let not_back = Cause::not_back(&cause);
             let log = log_of(&cause);
             let left = kill(parts, entry, cause);
-            forget(parts);
+            forget(parts, entry);
             let cause = not_back;
             let container = entry.container.clone();
             let failure = Failure {

@@ -369,6 +369,8 @@ pub enum Left {
     Running,
     /// Put back: paused as before.
     Paused,
+    /// Its CUDA is still suspended.
+    Suspended,
     /// There is no such container any more: it was killed by somebody else.
     Gone,
     /// It could not be put back and was killed.
@@ -393,6 +395,9 @@ impl fmt::Display for Left {
             Self::Untouched => f.write_str("the container was not touched"),
             Self::Running => f.write_str("the container runs on as before"),
             Self::Paused => f.write_str("the container is paused as before"),
+            Self::Suspended => f.write_str(
+                "its CUDA is suspended as before and nothing is lost: stasis resume it later",
+            ),
             Self::Gone => f.write_str("the container is gone"),
             Self::Killed { because } => {
                 write!(f, "the container could not be brought back ({because}) and was killed")

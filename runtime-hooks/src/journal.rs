@@ -50,6 +50,9 @@ pub struct Entry {
     pub locked_last: Option<ProcessId>,
     /// The image of the checkpoint.
     pub image: PathBuf,
+    /// What the container goes back to when the operation ends: it was suspended before, and stays so.
+    #[serde(default)]
+    pub suspended: Option<Box<Entry>>,
 }
 
 /// A CUDA process, as an operation found it.
@@ -82,6 +85,9 @@ pub enum Stage {
     Suspending,
     /// The image is whole and the container stays paused, its CUDA checkpointed, until Resume.
     AwaitingResume,
+    /// No operation: `stasis suspend` has freed the GPU, and the container goes on without until
+    /// `stasis resume`.
+    Suspended,
 }
 
 impl Entry {
@@ -105,6 +111,7 @@ impl Entry {
             locking: false,
             locked_last: None,
             image: image.to_owned(),
+            suspended: None,
         }
     }
 }

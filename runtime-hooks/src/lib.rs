@@ -38,6 +38,7 @@ pub mod checkpoint;
 pub mod child;
 pub mod config_json;
 pub mod container;
+pub mod containers;
 pub mod cuda;
 pub mod discover;
 pub mod error;
@@ -59,6 +60,7 @@ pub mod runc;
 pub mod sockets;
 pub mod spec;
 pub mod suspend;
+pub mod suspended;
 mod sys;
 
 use std::ffi::OsStr;

@@ -137,18 +137,31 @@ impl Holding<'_> {
 }
 
 /// Which phase is under way, and how long the earlier ones took.
-#[derive(Debug)]
 pub struct Progress {
     phase: Phase,
     since: Instant,
     done: Vec<(Phase, Duration)>,
+    told: Box<dyn Fn(Phase)>,
+}
+
+impl std::fmt::Debug for Progress {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Progress").field("phase", &self.phase).finish_non_exhaustive()
+    }
 }
 
 impl Progress {
     /// Begins with `phase`.
     #[must_use]
     pub fn new(phase: Phase) -> Self {
-        Self { phase, since: Instant::now(), done: Vec::new() }
+        Self::told(phase, Box::new(|_| {}))
+    }
+
+    /// The same, and `told` hears of each phase that is entered.
+    #[must_use]
+    pub fn told(phase: Phase, told: Box<dyn Fn(Phase)>) -> Self {
+        told(phase);
+        Self { phase, since: Instant::now(), done: Vec::new(), told }
     }
 
     /// Goes on to the next phase.
@@ -156,6 +169,7 @@ impl Progress {
         let took = self.since.elapsed();
         tracing::debug!(phase = %self.phase, milliseconds = took.as_millis(), "phase done");
         self.done.push((self.phase, took));
+        (self.told)(phase);
         self.phase = phase;
         self.since = Instant::now();
     }

@@ -216,7 +216,7 @@ fn rejoin(
         return wrong(format!("{who}: its restored job file is not as it was in the checkpoint"));
     }
     parts.driver.join(Some(&job));
-    Ok(Some(Membership { job, origin: expected.file.clone() }))
+    Ok(Some(Membership { job, origin: Some(expected.file.clone()) }))
 }
 
 fn interruptible(parts: &RestoreParts<'_>) -> Result<(), Cause> {

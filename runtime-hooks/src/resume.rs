@@ -25,7 +25,7 @@ pub fn resume(parts: &mut Parts<'_>, entry: &Entry, limits: &Limits) -> Result<(
         let image = image_is_whole.then(|| entry.image.clone());
         Failure { operation: "resume", container, phase: Phase::Resume, cause, left, image, log }
     });
-    forget(parts);
+    forget(parts, entry);
     result
 }
 
@@ -45,7 +45,10 @@ pub fn repair(
     unlock_network(parts);
     let goal = if entry.frozen { Goal::Paused } else { Goal::Running };
     match bring_back(parts, entry, goal, Thaw::Freezer, limits) {
-        Ok(()) => parts.journal.clear().map_err(|error| untouched(entry, error.into())),
+        Ok(()) => {
+            forget(parts, entry);
+            Ok(())
+        }
         Err(cause) => Err(fail(parts, "repair", entry, Phase::Repair, cause, limits)),
     }
 }

@@ -374,7 +374,7 @@ fn a_lost_lock_that_waits_for_the_others_is_outlasted() {
             find(parts.driver, parts.processes, &cuda, INIT).unwrap().unwrap().job
         });
         let mut entry = Entry::new("c1", INIT, frozen, "/image".as_ref());
-        entry.job = Some(Membership { job, origin: JobFile::Dumped });
+        entry.job = Some(Membership { job, origin: Some(JobFile::Dumped) });
         entry.locking = true;
         entry.locked_last = Some(process(101, true).id);
         let noted = |pid| Noted {

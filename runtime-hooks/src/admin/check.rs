@@ -11,16 +11,9 @@ use crate::cuda::Driver as _;
 use crate::cuda::client::HelperDriver;
 
 /// Checks this host.
-pub(super) fn run(json: bool) -> ExitCode {
-    let config = match Config::load() {
-        Ok(config) => config,
-        Err(error) => {
-            eprintln!("stasis: {}", crate::error::chain(&error));
-            return ExitCode::FAILURE;
-        }
-    };
+pub(super) fn run(config: &Config, json: bool) -> ExitCode {
     let driver = Helper(RefCell::new(HelperDriver::new(Program::this(), &config.cuda)));
-    let findings = check::run(&System::new(), &driver, &config);
+    let findings = check::run(&System::new(), &driver, config);
     let text = if json { check::render_json(&findings) } else { check::render_text(&findings) };
     if super::print(&text) == ExitCode::FAILURE {
         return ExitCode::FAILURE;

@@ -153,8 +153,8 @@ pub fn require(facts: &DriverFacts, minimum: u32) -> Result<(), JobError> {
 pub struct Membership {
     /// The job.
     pub job: Job,
-    /// Where a restored container is to have its file from.
-    pub origin: JobFile,
+    /// Where a restored container is to have its file from; none where no image is made.
+    pub origin: Option<JobFile>,
 }
 
 /// The job of a container, as its processes say.

@@ -65,7 +65,11 @@ pub(super) fn checkpoint(context: &Context<'_>) -> anyhow::Result<ExitCode> {
     let mut tools = Tools::new(context, journal)?;
     tools.image = ImageDirectory::new(image);
     let mut world = World::of(&container, processes, &mut tools);
-    let parked = world.repair_unless_parked(context)?;
+    let (parked, suspended) = match world.repair(context)? {
+        Before::Nothing => (None, None),
+        Before::Parked(entry) => (Some(entry), None),
+        Before::Suspended(entry) => (None, Some(entry)),
+    };
     let cuda = match &parked {
         Some(entry) => checkpoint::parked(&mut world.parts(), entry),
         None => discover(&mut world.parts()),
@@ -97,6 +101,7 @@ pub(super) fn checkpoint(context: &Context<'_>) -> anyhow::Result<ExitCode> {
         after,
         minimum_driver: context.config.jobs.minimum_driver,
         given_job: job.identity(),
+        suspended: suspended.as_ref(),
         limits: Limits::new(&context.config.cuda, annotations.lock_timeout),
     };
     match parked {
@@ -197,6 +202,10 @@ pub(super) fn resume(context: &Context<'_>) -> anyhow::Result<ExitCode> {
     let processes = CgroupProcesses::new(&container.cgroup.directory, container.init.pid)
         .map_err(|error| untouched(context, "resume", error.into()))?;
     let mut world = World::of(&container, processes, &mut tools);
+    if entry.stage == Stage::Suspended {
+        // Paused and resumed like any other, and suspended all the while.
+        match context.become_runtime()? {}
+    }
     if entry.frozen && entry.init == container.init {
         resume::resume(&mut world.parts(), &entry, &limits)?;
         return Ok(ExitCode::SUCCESS);
@@ -324,7 +333,7 @@ pub(super) fn repair_first(context: &Context<'_>) -> anyhow::Result<()> {
         let mut tools = Tools::new(context, journal)?;
         let processes = CgroupProcesses::new(&container.cgroup.directory, container.init.pid)
             .map_err(|error| untouched(context, "repair", error.into()))?;
-        World::of(&container, processes, &mut tools).repair(context, &entry)?;
+        World::of(&container, processes, &mut tools).put_right(context, &entry)?;
     }
     Ok(())
 }
@@ -429,27 +438,43 @@ impl<'a> World<'a> {
     }
 
     /// Puts right what a killed operation left behind.
-    fn repair(&mut self, context: &Context<'_>, entry: &Entry) -> anyhow::Result<()> {
+    fn put_right(&mut self, context: &Context<'_>, entry: &Entry) -> anyhow::Result<()> {
         let limits = Limits::new(&context.config.cuda, None);
         let init = self.container.init;
         resume::repair(&mut self.parts(), entry, init, &limits)?;
         Ok(())
     }
 
-    /// The same, but a paused container whose CUDA is checkpointed already and awaits its Resume is
-    /// as it should be: its entry is returned.
-    fn repair_unless_parked(&mut self, context: &Context<'_>) -> anyhow::Result<Option<Entry>> {
+    /// The same, if there is something to put right.
+    fn repair(&mut self, context: &Context<'_>) -> anyhow::Result<Before> {
         let entry = self.tools.journal.load();
         let entry = entry.map_err(|error| untouched(context, "repair", error.into()))?;
-        let Some(entry) = entry else { return Ok(None) };
+        let Some(mut entry) = entry else { return Ok(Before::Nothing) };
         let frozen = self.container.cgroup.frozen();
         let frozen = frozen.map_err(|error| untouched(context, "repair", error.into()))?;
-        if frozen && entry.stage == Stage::AwaitingResume && entry.init == self.container.init {
-            return Ok(Some(entry));
+        let same = entry.init == self.container.init;
+        if same && frozen && entry.stage == Stage::AwaitingResume {
+            return Ok(Before::Parked(entry));
         }
-        self.repair(context, &entry)?;
-        Ok(None)
+        if entry.stage != Stage::Suspended {
+            self.put_right(context, &entry)?;
+            match entry.suspended {
+                Some(earlier) => entry = *earlier,
+                None => return Ok(Before::Nothing),
+            }
+        }
+        Ok(if same { Before::Suspended(entry) } else { Before::Nothing })
     }
+}
+
+/// In which state an operation finds a container.
+enum Before {
+    /// As its owner has it.
+    Nothing,
+    /// Paused, its CUDA checkpointed, awaiting its Resume.
+    Parked(Entry),
+    /// Suspended by `stasis suspend`.
+    Suspended(Entry),
 }
 
 fn annotations(context: &Context<'_>, bundle: &Path) -> Result<Annotations, Cause> {

@@ -1,0 +1,313 @@
+//! `stasis ps`.
+
+use std::path::Path;
+use std::process::ExitCode;
+use std::time::Duration;
+
+use serde_json::{Value, json};
+use stasis_config::Config;
+
+use super::{Ps, show};
+use crate::child::Program;
+use crate::container::Container;
+use crate::containers::{self, Place};
+use crate::cuda::client::HelperDriver;
+use crate::cuda::{Answers, CudaState, Driver, GpuUse};
+use crate::freezer::Freezer as _;
+use crate::journal::{Entry, JournalFile, Stage};
+use crate::processes::{CgroupProcesses, Pid, Process, Processes as _};
+
+/// How long a process may take to tell its state. One that is in the middle of an operation does not.
+const STATE: Duration = Duration::from_secs(2);
+
+/// What is known of a container.
+struct Seen {
+    place: Place,
+    runtime: &'static str,
+    paused: bool,
+    /// What its journal says, if it is this container's.
+    journal: Option<Entry>,
+    job: bool,
+    processes: Vec<SeenProcess>,
+}
+
+/// A process with CUDA.
+struct SeenProcess {
+    process: Process,
+    state: State,
+    uses: GpuUse,
+}
+
+/// In which state its CUDA is.
+#[derive(Debug, Clone, PartialEq, Eq)]
+enum State {
+    /// What the driver said.
+    Told(CudaState),
+    /// The container is paused: a frozen process is not asked.
+    Paused,
+    /// No answer.
+    Silent(String),
+}
+
+/// Lists containers.
+pub(super) fn run(config: &Config, asked: &Ps) -> ExitCode {
+    let mut driver = HelperDriver::new(Program::this(), &config.cuda);
+    let mut all = Vec::new();
+    for place in containers::all(&containers::roots(&asked.roots.given)) {
+        match look(config, &place, &mut driver) {
+            Ok(seen) if asked.all || !seen.processes.is_empty() => all.push(seen),
+            Ok(_) => {}
+            // Ended meanwhile, or not started yet.
+            Err(error) => tracing::debug!(id = place.id, %error, "left out"),
+        }
+    }
+    super::print(&if asked.json { as_json(&all) } else { as_text(&all, asked.all) })
+}
+
+fn look(config: &Config, place: &Place, driver: &mut HelperDriver) -> anyhow::Result<Seen> {
+    let container = Container::load(&place.root, &place.id)?;
+    let processes = CgroupProcesses::new(&container.cgroup.directory, container.init.pid)?;
+    let paused = container.cgroup.frozen()?;
+    let candidates: Vec<Process> =
+        processes.list()?.into_iter().filter(Process::is_candidate).collect();
+    let journal = JournalFile::new(&config.state.directory, &place.root, &place.id);
+    let entry = journal.load()?.filter(|entry| entry.init == container.init);
+    let noted = |process: &Process| {
+        let noted = entry.iter().flat_map(|entry| &entry.processes);
+        noted.into_iter().find(|noted| noted.id == process.id).map(|noted| noted.uses.clone())
+    };
+    let pids: Vec<Pid> = candidates.iter().map(|process| process.id.pid).collect();
+    let has_cuda = if pids.is_empty() { Answers::new() } else { driver.probe(&pids) };
+    let cuda: Vec<Process> = candidates
+        .into_iter()
+        // A driver that does not answer says nothing against it.
+        .filter(|process| !matches!(has_cuda.get(&process.id.pid), Some(Ok(None)) | None))
+        .collect();
+    let pids: Vec<Pid> = cuda.iter().map(|process| process.id.pid).collect();
+    let ask = !paused && !pids.is_empty();
+    let mut states = if ask { driver.states(&pids, STATE) } else { Answers::new() };
+    let mut uses = if pids.is_empty() { None } else { driver.usage(&pids) }.unwrap_or_default();
+    let seen = |process: Process| {
+        let pid = process.id.pid;
+        let state = match states.remove(&pid) {
+            Some(Ok(state)) => State::Told(state),
+            Some(Err(error)) => State::Silent(error.to_string()),
+            None => State::Paused,
+        };
+        let now = uses.remove(&pid).filter(|uses| !uses.gpus.is_empty());
+        let uses = now.or_else(|| noted(&process)).unwrap_or_default();
+        SeenProcess { process, state, uses }
+    };
+    let processes = cuda.into_iter().map(seen).collect();
+    Ok(Seen {
+        place: place.clone(),
+        runtime: runtime(&place.root, &container.bundle),
+        paused,
+        job: journal.has_job(),
+        journal: entry,
+        processes,
+    })
+}
+
+/// Who has it, as far as root directory and bundle tell.
+fn runtime(root: &Path, bundle: &Path) -> &'static str {
+    let (root, bundle) = (root.to_string_lossy(), bundle.to_string_lossy());
+    if bundle.contains("/overlay-containers/") {
+        return "podman";
+    }
+    match root.as_ref() {
+        root if root.contains("/docker/") => "docker",
+        root if root.ends_with("/k8s.io") => "kubernetes",
+        root if root.contains("/containerd/") => "containerd",
+        root if root.ends_with("/crun") => "crun",
+        _ => "runc",
+    }
+}
+
+impl Seen {
+    /// What is under way with it, or was done.
+    fn state(&self) -> Option<&'static str> {
+        self.journal.as_ref().map(|entry| match entry.stage {
+            Stage::Suspended => "suspended",
+            Stage::AwaitingResume => "awaiting resume",
+            Stage::Suspending => "under way, or to be repaired",
+        })
+    }
+}
+
+fn word(seen: &Seen, state: &State) -> String {
+    match state {
+        State::Told(CudaState::Checkpointed)
+            if seen.journal.as_ref().is_some_and(|entry| entry.stage == Stage::Suspended) =>
+        {
+            "suspended".to_owned()
+        }
+        State::Told(state) => state.to_string().to_lowercase(),
+        State::Paused => "paused".to_owned(),
+        State::Silent(_) => "no answer".to_owned(),
+    }
+}
+
+fn as_text(all: &[Seen], with_others: bool) -> String {
+    if all.is_empty() {
+        return if with_others {
+            "no container runs on this host\n".to_owned()
+        } else {
+            "no container uses CUDA on this host\n".to_owned()
+        };
+    }
+    let row = |cells: [String; 8]| cells.to_vec();
+    let mut rows =
+        vec![row(["RUNTIME", "CONTAINER", "PID", "COMMAND", "STATE", "GPU", "MEMORY", "JOB"]
+            .map(str::to_owned))];
+    for seen in all {
+        let job = || if seen.job { "yes" } else { "-" }.to_owned();
+        let id = || seen.place.id.clone();
+        if seen.processes.is_empty() {
+            let state = if seen.paused { "paused" } else { "no CUDA" };
+            let none = || "-".to_owned();
+            rows.push(row([
+                seen.runtime.to_owned(),
+                id(),
+                none(),
+                none(),
+                state.to_owned(),
+                none(),
+                none(),
+                job(),
+            ]));
+        }
+        for process in &seen.processes {
+            let gpus = &process.uses.gpus;
+            let names: Vec<&str> = gpus.iter().map(|(uuid, _)| uuid.as_str()).collect();
+            let bytes: u64 = gpus.iter().filter_map(|(_, bytes)| *bytes).sum();
+            let memory = match (bytes, &process.state) {
+                (0, _) => "-".to_owned(),
+                // What it needs to come back.
+                (bytes, State::Told(CudaState::Checkpointed)) => {
+                    format!("({})", show::bytes(bytes))
+                }
+                (bytes, _) => show::bytes(bytes),
+            };
+            rows.push(row([
+                seen.runtime.to_owned(),
+                id(),
+                process.process.id.pid.to_string(),
+                process.process.command.clone(),
+                word(seen, &process.state),
+                if names.is_empty() { "-".to_owned() } else { names.join(",") },
+                memory,
+                job(),
+            ]));
+        }
+    }
+    show::table(&rows)
+}
+
+fn as_json(all: &[Seen]) -> String {
+    let process = |seen: &Seen, process: &SeenProcess| {
+        let gpus: Vec<Value> = process
+            .uses
+            .gpus
+            .iter()
+            .map(|(uuid, bytes)| json!({"uuid": uuid, "bytes": bytes}))
+            .collect();
+        let mut value = json!({
+            "pid": process.process.id.pid,
+            "inner_pid": process.process.inner_pid,
+            "command": process.process.command,
+            "state": word(seen, &process.state),
+            "gpus": gpus,
+        });
+        if let State::Silent(why) = &process.state {
+            value["error"] = why.as_str().into();
+        }
+        value
+    };
+    let container = |seen: &Seen| {
+        let processes: Vec<Value> =
+            seen.processes.iter().map(|found| process(seen, found)).collect();
+        json!({
+            "runtime": seen.runtime,
+            "root": seen.place.root,
+            "id": seen.place.id,
+            "paused": seen.paused,
+            "operation": seen.state(),
+            "job": seen.job,
+            "processes": processes,
+        })
+    };
+    let list: Vec<Value> = all.iter().map(container).collect();
+    format!("{:#}\n", Value::from(list))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeMap;
+
+    use super::*;
+    use crate::processes::ProcessId;
+
+    fn container(stage: Option<Stage>, told: State) -> Seen {
+        let init = ProcessId { pid: 7, start_time: 1 };
+        let journal = stage.map(|stage| {
+            let mut entry = Entry::new("c1", init, false, Path::new(""));
+            entry.stage = stage;
+            entry
+        });
+        let process = Process {
+            id: ProcessId { pid: 8, start_time: 1 },
+            inner_pid: 2,
+            command: "train".into(),
+            maps_libcuda: true,
+            devices: Vec::new(),
+            tracer: 0,
+            parent: 7,
+        };
+        let uses = GpuUse { gpus: vec![("GPU-1".into(), Some(8 << 30))] };
+        let place = Place { root: "/run/containerd/runc/default".into(), id: "c1".into() };
+        let runtime = runtime(&place.root, Path::new("/b"));
+        let processes = vec![SeenProcess { process, state: told, uses }];
+        Seen { place, runtime, paused: false, journal, job: false, processes }
+    }
+
+    #[test]
+    fn a_row_for_each_process() {
+        let of = |stage, state| {
+            let text = as_text(&[container(stage, state)], false);
+            let row = text.lines().nth(1).unwrap();
+            row.split_whitespace().collect::<Vec<_>>().join(" ")
+        };
+        let row =
+            |state: &str, memory: &str| format!("containerd c1 8 train {state} GPU-1 {memory} -");
+        assert_eq!(of(None, State::Told(CudaState::Running)), row("running", "8.0 GiB"));
+        let checkpointed = State::Told(CudaState::Checkpointed);
+        assert_eq!(of(None, checkpointed.clone()), row("checkpointed", "(8.0 GiB)"));
+        assert_eq!(of(Some(Stage::Suspended), checkpointed), row("suspended", "(8.0 GiB)"));
+        assert_eq!(of(None, State::Paused), row("paused", "8.0 GiB"));
+        assert_eq!(of(None, State::Silent("x".into())), row("no answer", "8.0 GiB"));
+        assert!(as_text(&[], false).contains("no container uses CUDA"));
+    }
+
+    #[test]
+    fn json_has_all_of_it() {
+        let text = as_json(&[container(Some(Stage::AwaitingResume), State::Silent("late".into()))]);
+        let list: BTreeMap<String, Value> =
+            serde_json::from_value(serde_json::from_str::<Value>(&text).unwrap()[0].clone())
+                .unwrap();
+        assert_eq!(list["operation"], "awaiting resume");
+        assert_eq!(list["processes"][0]["error"], "late");
+        assert_eq!(list["processes"][0]["gpus"][0]["bytes"], 8_u64 << 30);
+    }
+
+    #[test]
+    fn whose_it_is_stands_in_its_paths() {
+        let of = |root: &str, bundle: &str| runtime(Path::new(root), Path::new(bundle));
+        assert_eq!(of("/run/docker/runtime-runc/moby", "/b"), "docker");
+        assert_eq!(of("/run/containerd/runc/k8s.io", "/b"), "kubernetes");
+        let storage = "/var/lib/containers/storage/overlay-containers/x/userdata";
+        assert_eq!(of("/run/runc", storage), "podman");
+        assert_eq!(of("/run/crun", "/b"), "crun");
+        assert_eq!(of("/elsewhere", "/b"), "runc");
+    }
+}

@@ -1,0 +1,88 @@
+//! `stasis resume`.
+
+use std::process::ExitCode;
+
+use anyhow::Context as _;
+use serde_json::json;
+use stasis_config::Config;
+
+use super::progress::Shown;
+use super::suspend::put_right;
+use super::target::{Target, Tools};
+use super::{Resume, show};
+use crate::checkpoint::LOCK_PATIENCE;
+use crate::discover::discover;
+use crate::freezer::Freezer as _;
+use crate::parts::Limits;
+use crate::{interrupt, suspended};
+
+/// Resumes a container.
+pub(super) fn run(config: &Config, asked: &Resume) -> ExitCode {
+    match resume(config, asked) {
+        Ok(text) => super::print(&text),
+        Err(error) => super::failed(&format!("{error:#}")),
+    }
+}
+
+fn resume(config: &Config, asked: &Resume) -> anyhow::Result<String> {
+    let target = Target::named(&asked.which)?;
+    let id = &target.container.id;
+    let journal = target.journal(config);
+    let _lock = journal.lock(LOCK_PATIENCE).with_context(|| format!("container {id}"))?;
+    interrupt::listen()?;
+    let mut limits = Limits::new(&config.cuda, None);
+    limits.restore = asked.timeout.unwrap_or(limits.restore);
+    let mut tools = Tools::new(&target, config)?;
+    let noted = put_right(&mut tools.parts(), &journal, &target, &limits)?;
+    let entry = match noted {
+        Some(entry) => entry,
+        None => match by_other_means(&target, &mut tools)? {
+            Some(entry) => entry,
+            None => return Ok(said(asked, id, None)),
+        },
+    };
+    let shown = Shown::start(&format!("resume of container {id}"), target.journal(config));
+    let mut progress = shown.progress();
+    suspended::resume(&mut tools.parts(), &entry, &limits, &mut progress)?;
+    let took = shown.elapsed();
+    drop(shown);
+    Ok(said(asked, id, Some((entry.processes.len(), took))))
+}
+
+/// Suspended by somebody who leaves no journal.
+fn by_other_means(
+    target: &Target,
+    tools: &mut Tools,
+) -> anyhow::Result<Option<crate::journal::Entry>> {
+    let id = &target.container.id;
+    if target.container.cgroup.frozen()? {
+        anyhow::bail!(
+            "container {id} is paused, and was not suspended by stasis suspend: resume it first with the \
+             command of whoever has paused it; nothing was done"
+        );
+    }
+    let mut parts = tools.parts();
+    let nothing = |cause| anyhow::anyhow!("container {id}: {cause}; nothing was done");
+    let mut cuda = discover(&mut parts).map_err(nothing)?;
+    suspended::found(&mut parts, &target.container, &mut cuda).map_err(nothing)
+}
+
+fn said(asked: &Resume, id: &str, done: Option<(usize, std::time::Duration)>) -> String {
+    match done {
+        _ if asked.json => {
+            let (processes, milliseconds) = done.map_or((0, 0), |(processes, took)| {
+                (processes, u64::try_from(took.as_millis()).unwrap_or(u64::MAX))
+            });
+            let all = json!({
+                "container": id, "suspended": false, "resumed": processes,
+                "milliseconds": milliseconds,
+            });
+            format!("{all:#}\n")
+        }
+        Some((1, took)) => format!("{id} is resumed: 1 process in {}\n", show::seconds(took)),
+        Some((count, took)) => {
+            format!("{id} is resumed: {count} processes in {}\n", show::seconds(took))
+        }
+        None => format!("{id} is not suspended: there is nothing to resume\n"),
+    }
+}

@@ -1,0 +1,255 @@
+//! Suspending the CUDA of a container that goes on, and giving it back: `stasis suspend` and
+//! `stasis resume`.
+//!
+//! ```text
+//! suspend: preflight → journal → suspend (lock all, checkpoint all, frozen) → journal → thaw
+//! resume:  journal → [hold, thaw] → restore all → unlock all → [freeze] → journal
+//! ```
+//!
+//! Meanwhile the container's processes run, and wait where they call CUDA; its GPU is free. All of its
+//! CUDA processes are suspended, or none.
+
+use std::time::Duration;
+
+use crate::bring_back::{Goal, Thaw, bring_back, fail, forget, kill, log_of, processes_of};
+use crate::checkpoint::require_actions;
+use crate::container::Container;
+use crate::cuda::{CudaState, DriverFacts};
+use crate::discover::{Gate, find_uses};
+use crate::error::{Cause, Failure, Left, Phase};
+use crate::job::{self, Membership};
+use crate::journal::{Entry, Noted, Stage};
+use crate::parts::{CudaProcess, Limits, Parts, Progress};
+use crate::suspend::{STATE, check, verify};
+
+/// A suspension that is asked for.
+#[derive(Debug)]
+pub struct Request<'a> {
+    /// Of which container.
+    pub container: &'a Container,
+    /// What its annotations allow.
+    pub annotations: &'a stasis_config::Annotations,
+    /// The first branch of the driver whose jobs are relied on.
+    pub minimum_driver: u32,
+    /// Whether the container was given a job file.
+    pub given_job: bool,
+    /// What an earlier suspension has noted, if it still lasts.
+    pub earlier: Option<&'a Entry>,
+    /// How long things may take.
+    pub limits: Limits,
+}
+
+/// Suspends. On success all CUDA processes of the container are CHECKPOINTED, the journal says so, and
+/// it is running or paused as before. `cuda` is what [`crate::discover`] found.
+pub fn suspend(
+    parts: &mut Parts<'_>,
+    request: &Request<'_>,
+    mut cuda: Vec<CudaProcess>,
+    progress: &mut Progress,
+) -> Result<Entry, Failure> {
+    const OPERATION: &str = "suspend";
+    let begun = preflight(parts, request, &mut cuda);
+    let (facts, mut entry) = begun.map_err(|cause| Failure {
+        operation: OPERATION,
+        container: request.container.id.clone(),
+        phase: progress.phase(),
+        log: None,
+        cause,
+        left: Left::Untouched,
+        image: None,
+    })?;
+    let gate = gate(request, &facts);
+    let limits = &request.limits;
+    let done = crate::suspend::suspend(parts, &mut entry, &mut cuda, &gate, limits, progress)
+        .and_then(|()| if entry.frozen { Ok(()) } else { Ok(parts.freezer.thaw()?) })
+        // Last: whoever finds it said to be suspended has nothing to put right.
+        .and_then(|()| note(parts, &entry, request.earlier, &cuda));
+    done.map_err(|cause| fail(parts, OPERATION, &entry, progress.phase(), cause, limits))
+}
+
+fn gate<'a>(request: &Request<'a>, facts: &DriverFacts) -> Gate<'a> {
+    Gate {
+        allowed: request.annotations,
+        minimum_driver: request.minimum_driver,
+        given_job: request.given_job,
+        driver_has_jobs: job::known(facts),
+        jobs_are_trusted: job::trusted(facts, request.minimum_driver),
+    }
+}
+
+fn preflight(
+    parts: &mut Parts<'_>,
+    request: &Request<'_>,
+    cuda: &mut [CudaProcess],
+) -> Result<(DriverFacts, Entry), Cause> {
+    let facts = parts.driver.facts().map_err(Cause::NoDriver)?;
+    require_actions(&facts)?;
+    find_uses(parts, cuda);
+    let init = request.container.init;
+    let mut entry = Entry::new(&request.container.id, init, parts.freezer.frozen()?, "".as_ref());
+    if job::known(&facts) {
+        let found = job::find(parts.driver, parts.processes, cuda, init)?;
+        entry.job = found.map(|found| Membership { job: found.job, origin: None });
+    }
+    gate(request, &facts).check(cuda, entry.job.is_some())?;
+    parts.driver.join(entry.in_job());
+    entry.suspended = request.earlier.cloned().map(Box::new);
+    parts.journal.save(&entry)?;
+    Ok((facts, entry))
+}
+
+/// Notes that it is suspended, and to which states it goes back.
+fn note(
+    parts: &mut Parts<'_>,
+    entry: &Entry,
+    earlier: Option<&Entry>,
+    cuda: &[CudaProcess],
+) -> Result<Entry, Cause> {
+    let mut suspended = Entry::new(&entry.container, entry.init, false, "".as_ref());
+    suspended.stage = Stage::Suspended;
+    suspended.job.clone_from(&entry.job);
+    suspended.processes = cuda
+        .iter()
+        .map(|process| {
+            let earlier = earlier.into_iter().flat_map(|earlier| &earlier.processes);
+            let noted = earlier.into_iter().find(|noted| noted.id == process.process.id);
+            noted.cloned().unwrap_or_else(|| Noted::from(process))
+        })
+        .collect();
+    parts.journal.save(&suspended)?;
+    Ok(suspended)
+}
+
+/// What there is to resume in a container that something else than `stasis suspend` has suspended:
+/// NVIDIA's `cuda-checkpoint`, called by hand, or a killed process. None if all of its CUDA runs.
+pub fn found(
+    parts: &mut Parts<'_>,
+    container: &Container,
+    cuda: &mut [CudaProcess],
+) -> Result<Option<Entry>, Cause> {
+    let mut states = parts.driver.states(&crate::parts::pids(cuda), STATE);
+    let mut any = false;
+    for process in cuda.iter_mut() {
+        match states.remove(&process.pid()) {
+            Some(Ok(CudaState::Running)) => {}
+            Some(Ok(CudaState::Checkpointed | CudaState::Locked)) => any = true,
+            Some(Ok(state)) => return Err(Cause::Unusable { who: process.who(), state }),
+            Some(Err(error)) if parts.processes.alive(process.process.id) => {
+                return Err(Cause::Driver { who: process.who(), error });
+            }
+            _ => {}
+        }
+        process.found = Some(CudaState::Running);
+    }
+    if !any {
+        return Ok(None);
+    }
+    let mut entry = Entry::new(&container.id, container.init, false, "".as_ref());
+    entry.stage = Stage::Suspended;
+    let facts = parts.driver.facts().map_err(Cause::NoDriver)?;
+    if job::known(&facts) {
+        let found = job::find(parts.driver, parts.processes, cuda, container.init)?;
+        entry.job = found.map(|found| Membership { job: found.job, origin: None });
+    }
+    entry.processes = cuda.iter().map(Noted::from).collect();
+    Ok(Some(entry))
+}
+
+/// Gives the container of `entry`, which is suspended, its CUDA back. If that fails it is suspended as
+/// before and can be resumed later, unless the driver has lost what it had.
+pub fn resume(
+    parts: &mut Parts<'_>,
+    entry: &Entry,
+    limits: &Limits,
+    progress: &mut Progress,
+) -> Result<(), Failure> {
+    const OPERATION: &str = "resume";
+    let mut under_way = entry.clone();
+    under_way.stage = Stage::Suspending;
+    let begun = parts.freezer.frozen().map_err(Cause::from).and_then(|frozen| {
+        under_way.frozen = frozen;
+        Ok(parts.journal.save(&under_way)?)
+    });
+    let failure = |phase, cause: Cause, left| Failure {
+        operation: OPERATION,
+        container: entry.container.clone(),
+        phase,
+        log: log_of(&cause),
+        cause,
+        left,
+        image: None,
+    };
+    if let Err(cause) = begun {
+        return Err(failure(progress.phase(), cause, Left::Suspended));
+    }
+    progress.enter(Phase::CudaRestore);
+    let goal = if under_way.frozen { Goal::Paused } else { Goal::Running };
+    match bring_back(parts, &under_way, goal, Thaw::Freezer, limits) {
+        Ok(()) => {
+            forget(parts, &under_way);
+            Ok(())
+        }
+        Err(cause) => {
+            let left = suspend_again(parts, entry, &under_way, &cause, limits.checkpoint);
+            Err(failure(Phase::CudaRestore, cause, left))
+        }
+    }
+}
+
+/// After a resume that failed.
+fn suspend_again(
+    parts: &mut Parts<'_>,
+    entry: &Entry,
+    under_way: &Entry,
+    cause: &Cause,
+    limit: Duration,
+) -> Left {
+    let lost = matches!(cause, Cause::SharedLost { .. } | Cause::Unusable { .. });
+    let again = if lost { Err(Cause::Gone) } else { checkpointed_again(parts, under_way, limit) };
+    let left = match again {
+        _ if !parts.processes.alive(entry.init) => Left::Gone,
+        Ok(()) => Left::Suspended,
+        Err(again) => {
+            let because = if lost {
+                Cause::NotBack { reason: cause.to_string(), image_too: true }
+            } else {
+                again
+            };
+            kill(parts, entry, because)
+        }
+    };
+    let done = match left {
+        Left::Suspended => parts.journal.save(entry),
+        _ => parts.journal.clear(),
+    };
+    if let Err(error) = done {
+        tracing::error!(error = %crate::error::chain(&error), "the journal says something else");
+    }
+    left
+}
+
+/// Those that got as far as LOCKED go back to CHECKPOINTED.
+fn checkpointed_again(
+    parts: &mut Parts<'_>,
+    under_way: &Entry,
+    limit: Duration,
+) -> Result<(), Cause> {
+    let cuda = processes_of(parts, under_way)?;
+    let mut states = parts.driver.states(&crate::parts::pids(&cuda), STATE);
+    let locked: Vec<_> = cuda
+        .iter()
+        .map(CudaProcess::pid)
+        .filter(|pid| matches!(states.remove(pid), Some(Ok(CudaState::Locked))))
+        .collect();
+    let answers = parts.driver.checkpoint(&locked, limit);
+    check(parts.processes, answers, &cuda)?;
+    verify(parts.driver, parts.processes, &cuda, |_| CudaState::Checkpointed, limit)?;
+    if under_way.frozen && !parts.freezer.frozen()? {
+        parts.freezer.freeze()?;
+    }
+    parts.hold.release();
+    if !under_way.frozen && parts.freezer.frozen()? {
+        parts.freezer.thaw()?;
+    }
+    Ok(())
+}

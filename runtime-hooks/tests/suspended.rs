@@ -1,0 +1,321 @@
+//! Suspending the CUDA of a container that goes on, and giving it back.
+#![allow(clippy::unwrap_used, missing_docs)]
+
+mod common;
+
+use common::{Fault, INIT, World, asked, process};
+use stasis_config::Annotations;
+use stasis_hooks::checkpoint::{self, After, checkpoint};
+use stasis_hooks::cuda::CudaState;
+use stasis_hooks::discover::discover;
+use stasis_hooks::error::{Cause, Failure, Left, Phase};
+use stasis_hooks::journal::{Entry, Stage};
+use stasis_hooks::parts::Progress;
+use stasis_hooks::resume;
+use stasis_hooks::suspended::{self, Request};
+
+use CudaState::{Checkpointed, Running};
+
+/// Suspends, as the command does: what an earlier one has noted is known.
+fn suspend(world: &World) -> Result<(), Failure> {
+    let allowed = Annotations { multi_process: true, ..Annotations::default() };
+    let earlier = entry(world);
+    world.run(|parts| {
+        let cuda = discover(parts).unwrap();
+        let request = Request {
+            container: &World::container(),
+            annotations: &allowed,
+            minimum_driver: 610,
+            given_job: false,
+            earlier: earlier.as_ref(),
+            limits: World::limits(),
+        };
+        suspended::suspend(parts, &request, cuda, &mut Progress::new(Phase::Preflight)).map(drop)
+    })
+}
+
+fn resume(world: &World) -> Result<(), Failure> {
+    let entry = entry(world).unwrap();
+    let mut progress = Progress::new(Phase::Preflight);
+    world.run(|parts| suspended::resume(parts, &entry, &World::limits(), &mut progress))
+}
+
+fn entry(world: &World) -> Option<Entry> {
+    world.with(|state| state.entry.clone())
+}
+
+/// It is suspended, and paused or not.
+fn is_suspended(world: &World, frozen: bool) {
+    let states = world.states();
+    assert!(states.iter().all(|state| *state == Checkpointed), "{states:?}");
+    let entry = entry(world).unwrap();
+    assert_eq!(entry.stage, Stage::Suspended);
+    assert!(entry.suspended.is_none() && entry.processes.len() == states.len(), "{entry:?}");
+    assert!(entry.processes.iter().all(|noted| noted.found == Running), "{entry:?}");
+    at_rest(world, frozen);
+}
+
+fn at_rest(world: &World, frozen: bool) {
+    world.with(|state| {
+        assert_eq!(state.frozen, frozen, "{:?}", state.log);
+        assert!(state.held.is_empty(), "{:?}", state.log);
+    });
+}
+
+fn runs(world: &World, frozen: bool) {
+    let states = world.states();
+    assert!(states.iter().all(|state| *state == Running), "{states:?}");
+    assert_eq!(entry(world), None);
+    at_rest(world, frozen);
+}
+
+fn suspended_world(count: i32, frozen: bool) -> World {
+    let world = World::new(count, frozen);
+    suspend(&world).unwrap();
+    world
+}
+
+#[test]
+fn the_container_goes_on_without_its_gpu_and_gets_it_back() {
+    for frozen in [false, true] {
+        let world = suspended_world(2, frozen);
+        is_suspended(&world, frozen);
+        resume(&world).unwrap();
+        runs(&world, frozen);
+        // Nothing of the code of a paused one.
+        assert!(!world.with(|state| state.ran));
+    }
+}
+
+#[test]
+fn a_failed_suspension_ends_where_it_began() {
+    let calls = ["journal", "lock", "checkpoint", "states", "freeze", "thaw", "hold"];
+    for call in calls {
+        for frozen in [false, true] {
+            let world = World::new(2, frozen).fault(call, Fault::Error(999), 1);
+            // Of the others the second may be the one that matters.
+            match suspend(&world) {
+                Ok(()) => is_suspended(&world, frozen),
+                Err(failure) => {
+                    assert!(!matches!(failure.left, Left::Killed { .. }), "{call}: {failure}");
+                    runs(&world, frozen);
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn the_journal_that_cannot_be_written_at_the_end_undoes_it() {
+    // One save at the beginning, one with the processes, one at the end.
+    for good in 0..3 {
+        let world = World::new(1, false);
+        world.with(|state| state.skip_faults = good);
+        let world = world.fault("journal", Fault::Error(1), 1);
+        suspend(&world).unwrap_err();
+        runs(&world, false);
+    }
+}
+
+#[test]
+fn several_that_may_share_memory_are_refused_as_for_a_checkpoint() {
+    let world = World::new(2, false);
+    let failure = world.run(|parts| {
+        let cuda = discover(parts).unwrap();
+        let request = Request {
+            container: &World::container(),
+            annotations: &Annotations::default(),
+            minimum_driver: 610,
+            given_job: false,
+            earlier: None,
+            limits: World::limits(),
+        };
+        let mut progress = Progress::new(Phase::Preflight);
+        suspended::suspend(parts, &request, cuda, &mut progress).unwrap_err()
+    });
+    assert!(matches!(failure.cause, Cause::MultiProcess { .. }), "{failure}");
+    assert!(matches!(failure.left, Left::Untouched), "{failure}");
+    runs(&world, false);
+}
+
+#[test]
+fn a_killed_suspension_is_put_right() {
+    for frozen in [false, true] {
+        killed(frozen, || World::new(2, frozen), suspend);
+    }
+}
+
+#[test]
+fn a_killed_resume_is_completed() {
+    for frozen in [false, true] {
+        killed(frozen, || suspended_world(2, frozen), resume);
+    }
+}
+
+/// Kills after each call; then the container is repaired, and is suspended or runs.
+fn killed(frozen: bool, world: impl Fn() -> World, act: impl Fn(&World) -> Result<(), Failure>) {
+    for calls in 0..100 {
+        let world = world();
+        let done = world.cut_off_after(calls, || act(&world));
+        world.with(|state| state.held.clear());
+        if done.is_some() {
+            assert!(calls > 5);
+            return;
+        }
+        match entry(&world) {
+            Some(entry) if entry.stage == Stage::Suspended => is_suspended(&world, frozen),
+            Some(entry) => {
+                let repaired =
+                    world.run(|parts| resume::repair(parts, &entry, INIT, &World::limits()));
+                repaired.unwrap();
+                runs(&world, frozen);
+            }
+            None => runs(&world, frozen),
+        }
+    }
+    panic!("it never ended");
+}
+
+#[test]
+fn without_room_it_stays_suspended_and_can_be_resumed_later() {
+    for frozen in [false, true] {
+        for (call, code) in [("free", 1), ("restore", 999), ("restore", 2), ("unlock", 999)] {
+            let world = suspended_world(1, frozen).fault(call, Fault::Error(code), 1000);
+            let failure = resume(&world).unwrap_err();
+            assert!(matches!(failure.left, Left::Suspended), "{call}: {failure}");
+            assert!(failure.to_string().contains("nothing is lost"), "{failure}");
+            is_suspended(&world, frozen);
+            world.with(|state| state.faults.clear());
+            resume(&world).unwrap();
+            runs(&world, frozen);
+        }
+    }
+}
+
+#[test]
+fn what_the_driver_has_lost_is_told_and_ended() {
+    let world = suspended_world(2, false).fault("restore", Fault::Error(1), 1000);
+    let failure = resume(&world).unwrap_err();
+    assert!(matches!(failure.cause, Cause::SharedLost { .. }), "{failure}");
+    assert!(matches!(failure.left, Left::Killed { .. }), "{failure}");
+    assert_eq!(entry(&world), None);
+}
+
+/// A checkpoint that knows that the container is suspended.
+fn checkpoint_of(world: &World, after: After) -> Result<(), Failure> {
+    let allowed = Annotations { multi_process: true, ..Annotations::default() };
+    let suspended = entry(world);
+    world.run(|parts| {
+        let cuda = discover(parts).unwrap();
+        asked(after, &allowed, |request| {
+            let request = checkpoint::Request { suspended: suspended.as_ref(), ..*request };
+            checkpoint(parts, &request, cuda)
+        })
+    })
+}
+
+#[test]
+fn a_suspended_container_can_be_checkpointed_and_stays_suspended() {
+    let world = suspended_world(2, false);
+    checkpoint_of(&world, After::LeaveRunning).unwrap();
+    is_suspended(&world, false);
+    let manifest = world.with(|state| state.manifest.clone()).unwrap();
+    // A restore needs the memory that they had.
+    let bytes: Vec<_> = manifest.processes.iter().map(|process| process.device_bytes).collect();
+    assert_eq!(bytes, [Some(100), Some(100)]);
+    resume(&world).unwrap();
+    runs(&world, false);
+
+    let world = suspended_world(1, false);
+    checkpoint_of(&world, After::Exit { by_criu: false }).unwrap();
+    assert!(world.with(|state| state.image_is_whole && state.processes.is_empty()));
+    assert_eq!(entry(&world), None);
+}
+
+#[test]
+fn also_by_a_client_that_pauses_it_first() {
+    let world = suspended_world(2, false);
+    world.with(|state| state.frozen = true);
+    checkpoint_of(&world, After::LeaveRunning).unwrap();
+    let parked = entry(&world).unwrap();
+    assert_eq!(parked.stage, Stage::AwaitingResume);
+    world.run(|parts| resume::resume(parts, &parked, &World::limits())).unwrap();
+    is_suspended(&world, false);
+    resume(&world).unwrap();
+    runs(&world, false);
+}
+
+#[test]
+fn a_failed_or_killed_checkpoint_leaves_it_suspended() {
+    for call in ["journal", "freeze", "dump", "sync", "finish"] {
+        let world = suspended_world(1, false).fault(call, Fault::Error(1), 1);
+        let failure = checkpoint_of(&world, After::LeaveRunning).unwrap_err();
+        assert!(!matches!(failure.left, Left::Killed { .. }), "{call}: {failure}");
+        is_suspended(&world, false);
+    }
+    for calls in 0..100 {
+        let world = suspended_world(2, false);
+        let done = world.cut_off_after(calls, || checkpoint_of(&world, After::LeaveRunning));
+        world.with(|state| state.held.clear());
+        if done.is_some() {
+            assert!(calls > 5);
+            return;
+        }
+        let entry = entry(&world).unwrap();
+        if entry.stage != Stage::Suspended {
+            world.run(|parts| resume::repair(parts, &entry, INIT, &World::limits())).unwrap();
+        }
+        is_suspended(&world, false);
+    }
+    panic!("it never ended");
+}
+
+#[test]
+fn what_began_since_is_suspended_with_the_rest() {
+    let world = suspended_world(1, false);
+    world.with(|state| {
+        state.processes.push(process(150, true));
+        state.cuda.insert(150, Running);
+    });
+    suspend(&world).unwrap();
+    is_suspended(&world, false);
+    // And a failure leaves the first as it was.
+    world.with(|state| {
+        state.processes.push(process(151, true));
+        state.cuda.insert(151, Running);
+    });
+    let world = world.fault("lock", Fault::Error(999), 1);
+    suspend(&world).unwrap_err();
+    assert_eq!(world.states(), [Checkpointed, Checkpointed, Running]);
+    assert_eq!(entry(&world).unwrap().stage, Stage::Suspended);
+}
+
+#[test]
+fn what_was_suspended_by_other_means_is_found() {
+    let world = World::new(3, false);
+    let found = |world: &World| {
+        world.run(|parts| {
+            let mut cuda = discover(parts).unwrap();
+            suspended::found(parts, &World::container(), &mut cuda).unwrap()
+        })
+    };
+    assert_eq!(found(&world), None);
+    world.with(|state| {
+        state.cuda.insert(101, Checkpointed);
+        state.cuda.insert(102, CudaState::Locked);
+    });
+    let entry = found(&world).unwrap();
+    let mut progress = Progress::new(Phase::Preflight);
+    world.run(|parts| suspended::resume(parts, &entry, &World::limits(), &mut progress)).unwrap();
+    runs(&world, false);
+}
+
+#[test]
+fn members_of_a_job_are_suspended_and_resumed_in_it() {
+    let world = World::new(2, false).in_job();
+    suspend(&world).unwrap();
+    is_suspended(&world, false);
+    world.with(|state| state.joined = None);
+    resume(&world).unwrap();
+    runs(&world, false);
+}
