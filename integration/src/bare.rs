@@ -11,7 +11,7 @@ use nix::unistd::Pid;
 use serde_json::{Value, json};
 
 use crate::command;
-use crate::gpu::{self, Gpu};
+use crate::gpu::Gpu;
 
 const LIMIT: Duration = Duration::from_secs(60);
 
@@ -96,7 +96,11 @@ impl Bare {
     /// Gives it a device node of the host.
     pub fn add_device(&self, path: &str, major: u64, minor: u64) -> Result<()> {
         let device = json!({ "path": path, "type": "c", "major": major, "minor": minor });
-        self.change(|spec| spec["linux"]["devices"] = json!([device]))
+        self.change(|spec| {
+            if let Some(devices) = spec["linux"]["devices"].as_array_mut() {
+                devices.push(device);
+            }
+        })
     }
 
     /// Gives it a file or a directory of the host.
@@ -112,11 +116,13 @@ impl Bare {
         })
     }
 
-    /// Gives it the emulated GPU.
+    /// Gives it the emulated GPUs that containers are given.
     pub fn add_gpu(&self, gpu: &Gpu) -> Result<()> {
-        self.add_device(gpu::DEVICE, gpu::MAJOR, gpu::MINOR)?;
+        for node in gpu.nodes() {
+            self.add_device(&node.path, node.major, node.minor)?;
+        }
         for (source, destination, writes) in gpu.binds() {
-            self.add_mount(source, &destination, writes)?;
+            self.add_mount(&source, &destination, writes)?;
         }
         Ok(())
     }

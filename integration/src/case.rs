@@ -218,7 +218,7 @@ pub struct Case<'a> {
     lab: &'a Lab,
     place: Place,
     site: Arc<Site>,
-    /// Its GPU.
+    /// Its GPUs.
     pub gpu: Gpu,
     /// Its runtime.
     pub runtime: Runtime,
@@ -302,6 +302,14 @@ impl<'a> Case<'a> {
     #[must_use]
     pub fn binary(&self, name: &str) -> PathBuf {
         self.lab.binaries.join(name)
+    }
+
+    /// NVIDIA's command `cuda-checkpoint` of the driver that the host has now.
+    #[must_use]
+    pub fn utility(&self, arguments: &[&str]) -> Command {
+        let mut command = Command::new(self.binary(image::UTILITY));
+        command.args(arguments).env("EMULATED_GPU_DIR", self.gpu.store());
+        command
     }
 
     /// The files of which the image of [`image::NAME`] was made.

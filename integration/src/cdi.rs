@@ -8,12 +8,12 @@ use std::path::{Path, PathBuf};
 use anyhow::Result;
 use serde_json::{Value, json};
 
-use crate::gpu::{self, Gpu};
+use crate::gpu::{self, Gpu, Node};
 
 /// Where the administrator of a host puts specifications.
 const DIRECTORY: &str = "/etc/cdi";
 
-/// What a specification of this kind says, for a GPU that is its device `0`.
+/// What a specification of this kind says: the host's GPUs are its devices, by number.
 #[must_use]
 pub fn specification(kind: &str, gpu: &Gpu) -> Value {
     let mounts = gpu.binds().map(|(source, destination, writes)| {
@@ -24,13 +24,18 @@ pub fn specification(kind: &str, gpu: &Gpu) -> Value {
             "options": [mode, "nosuid", "rbind", "rprivate"],
         })
     });
+    let devices: Vec<_> = (0..gpu.cards())
+        .map(|card| {
+            json!({
+                "name": card.to_string(),
+                "containerEdits": { "deviceNodes": [{ "path": Node::of(card).path }] },
+            })
+        })
+        .collect();
     json!({
         "cdiVersion": "0.5.0",
         "kind": kind,
-        "devices": [{
-            "name": "0",
-            "containerEdits": { "deviceNodes": [{ "path": gpu::DEVICE }] },
-        }],
+        "devices": devices,
         "containerEdits": {
             // As NVIDIA's have it, so that no other hook gives the GPU again.
             "env": ["NVIDIA_VISIBLE_DEVICES=void"],
@@ -39,7 +44,7 @@ pub fn specification(kind: &str, gpu: &Gpu) -> Value {
     })
 }
 
-/// The specification of one test's GPU. It goes when this is dropped.
+/// The specification of one test's GPUs. It goes when this is dropped.
 #[derive(Debug)]
 pub struct Cdi {
     path: PathBuf,
@@ -48,7 +53,7 @@ pub struct Cdi {
 }
 
 impl Cdi {
-    /// Writes one with the device `0` for a test of this name, where every tool finds it.
+    /// Writes one with the GPUs that there are, for a test of this name, where every tool finds it.
     pub fn install(name: &str, gpu: &Gpu) -> Result<Self> {
         Self::install_in(Path::new(DIRECTORY), name, gpu)
     }
@@ -64,10 +69,16 @@ impl Cdi {
         Ok(cdi)
     }
 
-    /// The device as tools name it: `--device` of Docker, Podman, nerdctl and ctr.
+    /// The first GPU as tools name it: `--device` of Docker, Podman, nerdctl and ctr.
     #[must_use]
     pub fn device(&self) -> String {
-        format!("{}=0", self.kind)
+        self.device_of(0)
+    }
+
+    /// The same for another.
+    #[must_use]
+    pub fn device_of(&self, gpu: usize) -> String {
+        format!("{}={gpu}", self.kind)
     }
 
     /// The file.
@@ -76,7 +87,7 @@ impl Cdi {
         &self.path
     }
 
-    /// Makes the card the one whose node on the host is `node`.
+    /// Makes the first card the one whose node on the host is `node`.
     pub fn set_node(&mut self, node: &Path) -> Result<()> {
         let nodes = json!([{ "path": gpu::DEVICE, "hostPath": node }]);
         self.contents["devices"][0]["containerEdits"]["deviceNodes"] = nodes;

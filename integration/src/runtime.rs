@@ -96,8 +96,9 @@ impl Runtime {
         fs::create_dir_all(&self.directory)?;
         let shown = self.directory.display();
         let binary = self.binaries.join("stasis-runc");
-        let library = gpu.library().display();
-        let libcuda = settings.libcuda.as_deref().unwrap_or(gpu.library()).display();
+        let library = gpu.host_library();
+        let libcuda = settings.libcuda.as_deref().unwrap_or(&library).display();
+        let library = library.display();
         let store = gpu.store().display();
         let path = settings
             .path
@@ -130,7 +131,8 @@ impl Runtime {
     }
 
     fn toml(&self, gpu: &Gpu, settings: &Settings) -> String {
-        let libcuda = settings.libcuda.as_deref().unwrap_or(gpu.library());
+        let library = gpu.host_library();
+        let libcuda = settings.libcuda.as_deref().unwrap_or(&library);
         let shown = self.directory.display();
         let text = |value: &str| format!("\"{value}\"");
         let mut keys = vec![
@@ -140,7 +142,7 @@ impl Runtime {
             ("log", "level", text("debug")),
             // Where there is no wrapper to say it in the environment.
             ("cuda", "libcuda", text(&libcuda.to_string_lossy())),
-            ("cuda", "libnvml", text(&gpu.library().to_string_lossy())),
+            ("cuda", "libnvml", text(&library.to_string_lossy())),
             ("cuda", "utility", text(&self.binaries.join(UTILITY).to_string_lossy())),
             ("cuda", "init-timeout", text("20s")),
             ("cuda", "lock-timeout", text("20s")),

@@ -1,4 +1,4 @@
-//! The driver API that `libcuda.so.1` exports, with its exact C ABI. Only
+//! The driver API that every `libcuda.so.1` exports, with its exact C ABI. Only
 //! translation: pointers and handles on one side, `target` and `caller` on the other.
 //!
 //! Out pointers are `Option<&mut MaybeUninit<T>>`: null is `None`, and what the
@@ -16,10 +16,10 @@ use crate::ipc::{Exported, IpcHandle};
 use crate::kernels::{KERNELS, Work};
 use crate::settings::{Settings, Uuid};
 use crate::store::StoreLock;
-use crate::{caller, target};
+use crate::target;
 
 /// A pointer into which a call writes.
-type Out<'a, T> = Option<&'a mut MaybeUninit<T>>;
+pub(crate) type Out<'a, T> = Option<&'a mut MaybeUninit<T>>;
 
 /// Handles are numbers with a mark, so that a wrong one is noticed.
 const CONTEXT: usize = 0x1000_0000;
@@ -35,7 +35,7 @@ fn put<T>(out: Out<'_, T>, value: T) -> Result<()> {
 }
 
 /// Writes the value of a call that must not be made in vain.
-fn put_with<T>(out: Out<'_, T>, value: impl FnOnce() -> Result<T>) -> c_int {
+pub(crate) fn put_with<T>(out: Out<'_, T>, value: impl FnOnce() -> Result<T>) -> c_int {
     let result = match out {
         Some(out) => value().map(|value| _ = out.write(value)),
         None => Err(CudaError::INVALID_VALUE),
@@ -69,7 +69,7 @@ unsafe fn string<'a>(text: *const c_char) -> Result<&'a str> {
 }
 
 #[unsafe(no_mangle)]
-extern "C" fn cuInit(flags: c_uint) -> c_int {
+pub(crate) extern "C" fn cuInit(flags: c_uint) -> c_int {
     let fault = match faults::fire(Call::Init) {
         Ok(fault) => fault,
         Err(error) => return error.0,
@@ -109,18 +109,17 @@ extern "C" fn cuDeviceGet(device: Out<'_, c_int>, index: c_int) -> c_int {
 #[unsafe(no_mangle)]
 extern "C" fn cuDeviceGetName(name: *mut c_char, len: c_int, device: c_int) -> c_int {
     let body = || {
-        ordinal(device)?;
+        let text = target::devices()?.swap_remove(ordinal(device)?).name;
         let len = usize::try_from(len).map_err(|_| CudaError::INVALID_VALUE)?;
         // SAFETY: the application gives `len` bytes at `name`.
-        unsafe { crate::abi_nvml::copy_string("Emulated GPU", name, len) }
-            .ok_or(CudaError::INVALID_VALUE)
+        unsafe { crate::abi_nvml::copy_string(&text, name, len) }.ok_or(CudaError::INVALID_VALUE)
     };
     code(&body())
 }
 
 #[unsafe(no_mangle)]
 extern "C" fn cuDeviceGetUuid_v2(uuid: Out<'_, Uuid>, device: c_int) -> c_int {
-    put_with(uuid, || Ok(target::devices()?[ordinal(device)?].1))
+    put_with(uuid, || Ok(target::devices()?[ordinal(device)?].uuid))
 }
 
 #[unsafe(no_mangle)]
@@ -402,95 +401,4 @@ fn describe(
     let known = text.map(|_| ()).ok_or(CudaError::INVALID_VALUE);
     let written = put(out, text.map_or(std::ptr::null(), CStr::as_ptr));
     code(&written.and(known))
-}
-
-/// `CUcheckpointLockArgs`.
-#[repr(C)]
-struct LockArgs {
-    timeout_ms: c_uint,
-    reserved0: c_uint,
-    reserved1: [u64; 7],
-}
-
-/// The arguments of checkpoint and unlock: nothing yet.
-type NoArgs = [u64; 8];
-
-/// `CUcheckpointRestoreArgs`.
-#[repr(C)]
-struct RestoreArgs {
-    pairs: *const [Uuid; 2],
-    count: c_uint,
-    reserved0: c_uint,
-    reserved1: [u64; 6],
-}
-
-const _: () = assert!(size_of::<LockArgs>() == 64 && size_of::<RestoreArgs>() == 64);
-
-fn all_zero(words: &[u64]) -> Result<()> {
-    if words.iter().all(|word| *word == 0) { Ok(()) } else { Err(CudaError::INVALID_VALUE) }
-}
-
-#[unsafe(no_mangle)]
-extern "C" fn cuCheckpointProcessGetRestoreThreadId(pid: c_int, tid: Out<'_, c_int>) -> c_int {
-    put_with(tid, || target::check_initialized().and_then(|()| caller::restore_thread_id(pid)))
-}
-
-#[unsafe(no_mangle)]
-extern "C" fn cuCheckpointProcessGetState(pid: c_int, state: Out<'_, c_int>) -> c_int {
-    put_with(state, || target::check_initialized().and_then(|()| caller::state(pid)))
-}
-
-#[unsafe(no_mangle)]
-extern "C" fn cuCheckpointProcessLock(pid: c_int, args: Option<&LockArgs>) -> c_int {
-    let body = || {
-        target::check_initialized()?;
-        if let Some(args) = args {
-            all_zero(&[args.reserved0.into()])?;
-            all_zero(&args.reserved1)?;
-        }
-        caller::lock(pid, args.map_or(0, |args| args.timeout_ms))
-    };
-    code(&body())
-}
-
-#[unsafe(no_mangle)]
-extern "C" fn cuCheckpointProcessCheckpoint(pid: c_int, args: Option<&NoArgs>) -> c_int {
-    let body = || {
-        target::check_initialized()?;
-        args.map_or(Ok(()), |args| all_zero(args))?;
-        caller::checkpoint(pid)
-    };
-    code(&body())
-}
-
-#[unsafe(no_mangle)]
-extern "C" fn cuCheckpointProcessRestore(pid: c_int, args: Option<&RestoreArgs>) -> c_int {
-    let body = || {
-        target::check_initialized()?;
-        let mut map = Vec::new();
-        if let Some(args) = args {
-            all_zero(&[args.reserved0.into()])?;
-            all_zero(&args.reserved1)?;
-            if args.count > 0 {
-                if args.pairs.is_null() || args.count > 1024 {
-                    return Err(CudaError::INVALID_VALUE);
-                }
-                // SAFETY: the caller gives `count` pairs at `pairs`.
-                let pairs = unsafe { std::slice::from_raw_parts(args.pairs, args.count as usize) };
-                map.extend(pairs.iter().map(|[old, new]| (*old, *new)));
-            }
-        }
-        caller::restore(pid, map)
-    };
-    code(&body())
-}
-
-#[unsafe(no_mangle)]
-extern "C" fn cuCheckpointProcessUnlock(pid: c_int, args: Option<&NoArgs>) -> c_int {
-    let body = || {
-        target::check_initialized()?;
-        args.map_or(Ok(()), |args| all_zero(args))?;
-        caller::unlock(pid)
-    };
-    code(&body())
 }

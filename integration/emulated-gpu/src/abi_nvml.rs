@@ -187,8 +187,9 @@ extern "C" fn nvmlDeviceGetUUID(device: usize, uuid: *mut c_char, len: c_uint) -
 
 #[unsafe(no_mangle)]
 extern "C" fn nvmlDeviceGetName(device: usize, name: *mut c_char, len: c_uint) -> c_int {
-    let known = settings().and_then(|settings| index(&settings, device));
-    put_string(known.map(|_| "Emulated GPU".into()), name, len)
+    let text =
+        settings().and_then(|settings| Ok(settings.name(index(&settings, device)?).to_owned()));
+    put_string(text, name, len)
 }
 
 #[unsafe(no_mangle)]
@@ -260,15 +261,18 @@ fn processes(device: usize, count: Option<&mut c_uint>, infos: *mut ProcessInfo)
 
 /// The processes with a context on the GPU that this process's /proc shows.
 fn processes_on(gpu: u32) -> Result<Vec<ProcessInfo>> {
-    let users: HashMap<_, _> =
-        StoreLock::take().map_err(|_| UNKNOWN)?.users().into_iter().collect();
+    let users = StoreLock::take().map_err(|_| UNKNOWN)?.users();
+    let users: HashMap<_, _> = users
+        .iter()
+        .filter(|user| user.gpus.contains(&gpu))
+        .map(|user| (user.key.as_str(), user.bytes(gpu)))
+        .collect();
     let pids = fs::read_dir("/proc").map_err(|_| UNKNOWN)?.flatten();
     let infos = pids.filter_map(|process| {
         let pid = process.file_name().to_str()?.parse().ok()?;
-        let files = users.get(&Key::of(pid).ok()?.to_string())?;
         Some(ProcessInfo {
             pid: u32::try_from(pid).ok()?,
-            used_gpu_memory: files.iter().filter(|file| file.0 == gpu).map(|file| file.1).sum(),
+            used_gpu_memory: *users.get(Key::of(pid).ok()?.to_string().as_str())?,
             gpu_instance_id: c_uint::MAX,
             compute_instance_id: c_uint::MAX,
         })

@@ -9,7 +9,7 @@ use crate::RESTORE_THREAD;
 use crate::cuda_error::{CudaError, Result};
 use crate::faults::{self, Call, What};
 use crate::mailbox::{Action, Posted};
-use crate::settings::Uuid;
+use crate::settings::{REMAP, Settings, Uuid};
 use crate::store::{self, Entry, Key};
 use crate::target::{self, State};
 
@@ -66,8 +66,12 @@ pub(crate) fn checkpoint(pid: i32) -> Result<()> {
     operate(Call::Checkpoint, pid, State::Checkpointed, &Action::Checkpoint)
 }
 
-/// `cuCheckpointProcessRestore`.
+/// `cuCheckpointProcessRestore`. That a driver which cannot remap refuses a list as an invalid value
+/// is assumed: to it these are bytes that have to be zero.
 pub(crate) fn restore(pid: i32, map: Vec<(Uuid, Uuid)>) -> Result<()> {
+    if !map.is_empty() && Settings::current()?.branch() < REMAP {
+        return Err(CudaError::INVALID_VALUE);
+    }
     operate(Call::Restore, pid, State::Locked, &Action::Restore(map))
 }
 

@@ -1,8 +1,22 @@
 //! An emulated `libcuda.so.1` and `libnvidia-ml.so.1` for machines without a GPU.
 //!
 //! It behaves as driver 580 was measured, the awkward parts included, so that
-//! tests fail where the real driver would fail. What 590 and 610 do beyond that is
-//! assumed from NVIDIA's words.
+//! tests fail where the real driver would fail. What other branches do is assumed
+//! from NVIDIA's words, and where there are none to be as on 580:
+//!
+//! | branch | |
+//! |---|---|
+//! | 550 | no checkpoint API; the command `cuda-checkpoint` has `--toggle` alone |
+//! | 555 | the command's other steps |
+//! | 570 | the checkpoint API |
+//! | 580 | a restore onto another GPU |
+//! | 590 | jobs |
+//! | 610 | memory that processes of a job share comes back |
+//!
+//! `STORE/config` says which branch it is. What a library exports cannot change while it is
+//! loaded, so there are two: `stasis-emulated-gpu-550` is built from the same sources without the
+//! feature `checkpoint-api`. Both serve the same store. A process with either is checkpointed by
+//! its own restore thread, whoever asks, so one command `cuda-checkpoint` does for all branches.
 //!
 //! - `cuInit` starts the restore thread (named `cuda` and 11 digits), the first
 //!   context `cuda-EvtHandlr`. The restore thread does all checkpoint work, so a
@@ -26,7 +40,7 @@
 //! | environment | meaning | default |
 //! |---|---|---|
 //! | `EMULATED_GPU_DIR` | the store | `/dev/nvidia-emulated` |
-//! | `EMULATED_GPU_DEVICE` | device node of every GPU | `/dev/nvidia<N>` |
+//! | `EMULATED_GPU_DEVICE` | device node of every GPU; `{}` in it stands for its number | `/dev/nvidia{}` |
 //!
 //! `CUDA_CHECKPOINT_JOB_FILE` is what it is for the real driver.
 //!
@@ -34,6 +48,8 @@
 //! [`faults`]. A line that cannot be read is reported on stderr and makes the
 //! call return 999.
 
+#[cfg(feature = "checkpoint-api")]
+mod abi_checkpoint;
 mod abi_cuda;
 mod abi_nvml;
 mod caller;

@@ -6,8 +6,9 @@
 //! | key | meaning | default |
 //! |---|---|---|
 //! | `driver` | driver version; what is before the first dot is the branch, which decides what the driver can do | `580.159.04` |
-//! | `cuda` | CUDA version as `cuDriverGetVersion` gives it | `13000` |
+//! | `cuda` | CUDA version as `cuDriverGetVersion` gives it | the one that the branch came with |
 //! | `gpus` | number of GPUs | `1` |
+//! | `names` | product names of the GPUs in their order, with commas between them; what is not named is an `Emulated GPU` | |
 //! | `memory` | bytes per GPU | `8589934592` |
 //! | `uuid-seed` | another number gives the GPUs other UUIDs | `0` |
 //! | `cuinit-ms` | how long `cuInit` takes | `10` |
@@ -24,6 +25,9 @@ use std::time::Duration;
 
 use crate::cuda_error::{CudaError, Result};
 
+/// The first branch of the driver that restores onto another GPU.
+pub(crate) const REMAP: u32 = 580;
+
 /// The 16 bytes of a GPU's UUID.
 pub type Uuid = [u8; 16];
 
@@ -36,6 +40,8 @@ pub struct Settings {
     pub cuda: i32,
     /// Number of GPUs in the machine.
     pub gpus: u32,
+    /// Product names of the first GPUs.
+    pub names: Vec<String>,
     /// Bytes per GPU.
     pub memory: u64,
     /// Makes the UUIDs of this machine differ from another's.
@@ -52,8 +58,9 @@ impl Default for Settings {
     fn default() -> Self {
         Self {
             driver: "580.159.04".into(),
-            cuda: 13000,
+            cuda: cuda_of(580),
             gpus: 1,
+            names: Vec::new(),
             memory: 8 << 30,
             uuid_seed: 0,
             cuinit: Duration::from_millis(10),
@@ -68,6 +75,7 @@ impl FromStr for Settings {
 
     fn from_str(text: &str) -> std::result::Result<Self, String> {
         let mut settings = Self::default();
+        let mut cuda = None;
         for line in text.lines().map(str::trim) {
             if line.is_empty() || line.starts_with('#') {
                 continue;
@@ -79,8 +87,9 @@ impl FromStr for Settings {
                     number::<u32>(key, value.split('.').next().unwrap_or_default())?;
                     settings.driver = value.into();
                 }
-                "cuda" => settings.cuda = number(key, value)?,
+                "cuda" => cuda = Some(number(key, value)?),
                 "gpus" => settings.gpus = number(key, value)?,
+                "names" => settings.names = value.split(',').map(|n| n.trim().into()).collect(),
                 "memory" => settings.memory = number(key, value)?,
                 "uuid-seed" => settings.uuid_seed = number(key, value)?,
                 "cuinit-ms" => settings.cuinit = Duration::from_millis(number(key, value)?),
@@ -89,6 +98,7 @@ impl FromStr for Settings {
                 _ => return Err(format!("unknown key: {key}")),
             }
         }
+        settings.cuda = cuda.unwrap_or_else(|| cuda_of(settings.branch()));
         Ok(settings)
     }
 }
@@ -114,6 +124,13 @@ impl Settings {
         branch.and_then(|number| number.parse().ok()).unwrap_or_default()
     }
 
+    /// Product name of the machine's GPU `index`.
+    #[must_use]
+    pub fn name(&self, index: u32) -> &str {
+        let name = usize::try_from(index).ok().and_then(|index| self.names.get(index));
+        name.filter(|name| !name.is_empty()).map_or("Emulated GPU", String::as_str)
+    }
+
     /// UUID of the machine's GPU `index`.
     #[must_use]
     pub fn uuid(&self, index: u32) -> Uuid {
@@ -126,6 +143,18 @@ impl Settings {
     /// Indices of the GPUs whose device node this process can see.
     pub(crate) fn visible(&self) -> Vec<u32> {
         (0..self.gpus).filter(|index| device_path(*index).exists()).collect()
+    }
+}
+
+/// The CUDA version that a branch of the driver came with.
+fn cuda_of(branch: u32) -> i32 {
+    match branch {
+        ..555 => 12040,
+        555..570 => 12050,
+        570..580 => 12080,
+        580..590 => 13000,
+        590..610 => 13010,
+        610.. => 13030,
     }
 }
 
@@ -166,11 +195,12 @@ pub(crate) fn store_dir() -> &'static Path {
 
 /// The device node of GPU `index`.
 pub(crate) fn device_path(index: u32) -> PathBuf {
-    static OVERRIDE: OnceLock<Option<PathBuf>> = OnceLock::new();
-    OVERRIDE
-        .get_or_init(|| std::env::var_os("EMULATED_GPU_DEVICE").map(PathBuf::from))
-        .clone()
-        .unwrap_or_else(|| format!("/dev/nvidia{index}").into())
+    static PATTERN: OnceLock<String> = OnceLock::new();
+    let from_environment = || std::env::var("EMULATED_GPU_DEVICE").ok();
+    PATTERN
+        .get_or_init(|| from_environment().unwrap_or_else(|| "/dev/nvidia{}".into()))
+        .replace("{}", &index.to_string())
+        .into()
 }
 
 /// Says on stderr what is wrong with a file of the store: a test that orders
@@ -185,13 +215,14 @@ mod tests {
 
     #[test]
     fn reads_every_key() {
-        let text = "# a machine\ndriver=610.1\ncuda=13050\ngpus=2\nmemory=1024\nuuid-seed=7\n\
-                    cuinit-ms=0\ncopy-bytes-per-second=5\nreserve-bytes=6\n\n";
+        let text = "# a machine\ncuda=13050\ndriver=610.1\ngpus=2\nnames=A, B\nmemory=1024\n\
+                    uuid-seed=7\ncuinit-ms=0\ncopy-bytes-per-second=5\nreserve-bytes=6\n\n";
         let settings: Settings = text.parse().unwrap();
         let expected = Settings {
             driver: "610.1".into(),
             cuda: 13050,
             gpus: 2,
+            names: vec!["A".into(), "B".into()],
             memory: 1024,
             uuid_seed: 7,
             cuinit: Duration::ZERO,
@@ -200,6 +231,30 @@ mod tests {
         };
         assert_eq!(settings, expected);
         assert_eq!((settings.branch(), Settings::default().branch()), (610, 580));
+    }
+
+    #[test]
+    fn a_driver_brings_its_cuda() {
+        let cuda = |text: &str| text.parse::<Settings>().unwrap().cuda;
+        let table = [
+            ("550.54.15", 12040),
+            ("555.42.02", 12050),
+            ("570.86.10", 12080),
+            ("580.159.04", 13000),
+            ("590.44.01", 13010),
+            ("610.43.02", 13030),
+        ];
+        for (driver, version) in table {
+            assert_eq!(cuda(&format!("driver={driver}")), version, "{driver}");
+        }
+        assert_eq!(cuda(""), 13000);
+    }
+
+    #[test]
+    fn gpus_have_names() {
+        let settings: Settings = "gpus=3\nnames=, Emulated B".parse().unwrap();
+        let names = [0, 1, 2].map(|index| settings.name(index));
+        assert_eq!(names, ["Emulated GPU", "Emulated B", "Emulated GPU"]);
     }
 
     #[test]

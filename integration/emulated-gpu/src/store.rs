@@ -6,7 +6,8 @@
 //! STORE/machine            a random number that tells this machine from others
 //! STORE/lock               held while memory is counted or changes
 //! STORE/<ns>-<pid>/        one process: inode of its pid namespace, pid inside it
-//!     alive                locked (flock) as long as the process has a context on the GPU
+//!     alive                locked (flock) as long as the process has a context on a GPU; names
+//!                          the GPUs
 //!     mem-<gpu>-<address>  one allocation; its length is its size
 //!     request, rep-*       a request and replies, see `mailbox`
 //!     lie, lost            marks that a fault left, see `caller`
@@ -18,7 +19,7 @@
 use std::fmt;
 use std::fs::{self, File, OpenOptions, Permissions};
 use std::io::{self, ErrorKind};
-use std::os::unix::fs::{MetadataExt, PermissionsExt};
+use std::os::unix::fs::{FileExt, MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 
 use nix::errno::Errno;
@@ -162,9 +163,35 @@ pub(crate) struct StoreLock {
     _lock: Flock<File>,
 }
 
-/// Says that the process uses the GPU; see the module.
+/// Says that the process uses GPUs; see the module.
 pub(crate) struct Alive {
-    _lock: Flock<File>,
+    lock: Flock<File>,
+}
+
+impl Alive {
+    /// On which GPUs it has a context.
+    pub(crate) fn uses(&self, _right: &StoreLock, gpus: &[u32]) -> io::Result<()> {
+        let text = gpus.iter().fold(String::new(), |text, gpu| text + &gpu.to_string() + "\n");
+        self.lock.set_len(0)?;
+        self.lock.write_all_at(text.as_bytes(), 0)
+    }
+}
+
+/// A process on the GPUs.
+pub(crate) struct User {
+    /// The name of its key.
+    pub(crate) key: String,
+    /// The GPUs on which it has a context.
+    pub(crate) gpus: Vec<u32>,
+    /// Its allocations: GPU and bytes.
+    memory: Vec<(u32, u64)>,
+}
+
+impl User {
+    /// Its bytes on a GPU.
+    pub(crate) fn bytes(&self, gpu: u32) -> u64 {
+        self.memory.iter().filter(|memory| memory.0 == gpu).map(|memory| memory.1).sum()
+    }
 }
 
 #[expect(clippy::unused_self, reason = "the lock is the right to do what these do")]
@@ -183,12 +210,12 @@ impl StoreLock {
         entry.make()?;
         entry.remove_memory()?;
         let file = File::create(entry.dir().join("alive"))?;
-        Ok(Alive { _lock: lock(file)? })
+        Ok(Alive { lock: lock(file)? })
     }
 
     /// Bytes in use on a GPU by all processes.
     pub(crate) fn used(&self, gpu: u32) -> u64 {
-        self.users().iter().flat_map(|(_, files)| files).filter(|f| f.0 == gpu).map(|f| f.1).sum()
+        self.users().iter().map(|user| user.bytes(gpu)).sum()
     }
 
     /// Fails as the driver does if `bytes` more do not fit on a GPU of `size` bytes.
@@ -209,16 +236,17 @@ impl StoreLock {
         entry.remove_memory()
     }
 
-    /// The processes on the GPUs, by the name of their key, with their allocations
-    /// (GPU, bytes). What the dead left is removed.
-    pub(crate) fn users(&self) -> Vec<(String, Vec<(u32, u64)>)> {
+    /// The processes on the GPUs. What the dead left is removed.
+    pub(crate) fn users(&self) -> Vec<User> {
         let Ok(entries) = fs::read_dir(store_dir()) else { return Vec::new() };
         let mut users = Vec::new();
         for entry in entries.flatten().filter(|entry| entry.path().is_dir()) {
-            let name = entry.file_name().to_string_lossy().into_owned();
+            let key = entry.file_name().to_string_lossy().into_owned();
             let entry = Entry { dir: entry.path() };
             if entry.is_alive() {
-                users.push((name, entry.memory_files()));
+                let alive = entry.read("alive").unwrap_or_default();
+                let gpus = alive.lines().filter_map(|gpu| gpu.parse().ok()).collect();
+                users.push(User { key, gpus, memory: entry.memory_files() });
             } else {
                 // What cannot be removed now is counted out all the same.
                 let _ = entry.remove_memory();

@@ -14,11 +14,12 @@
 //! for later ones; in a `job` 610 keeps it.
 
 use std::cell::Cell;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
+use std::convert::Infallible;
 use std::fs::{File, OpenOptions};
 use std::io::Read;
 use std::sync::atomic::{AtomicU32, Ordering};
-use std::sync::{Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Condvar, Mutex, MutexGuard, OnceLock, PoisonError, mpsc};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -73,17 +74,31 @@ thread_local! {
     static CURRENT: Cell<Option<usize>> = const { Cell::new(None) };
 }
 
+/// What a process knows of a GPU.
+#[derive(Clone, Debug)]
+pub(crate) struct Card {
+    /// Its number in the machine.
+    index: u32,
+    pub(crate) uuid: Uuid,
+    pub(crate) name: String,
+}
+
+impl Card {
+    fn of(settings: &Settings, index: u32) -> Self {
+        Self { index, uuid: settings.uuid(index), name: settings.name(index).to_owned() }
+    }
+}
+
 /// A GPU as this process sees it; its place in the list is its ordinal.
 struct Device {
-    index: u32,
-    uuid: Uuid,
+    card: Card,
     node: Option<File>,
 }
 
 impl Device {
-    fn open(index: u32, uuid: Uuid) -> Result<Self> {
-        let node = OpenOptions::new().read(true).write(true).open(device_path(index));
-        Ok(Self { index, uuid, node: Some(node.map_err(|_| CudaError::NO_DEVICE)?) })
+    fn open(card: Card) -> Result<Self> {
+        let node = OpenOptions::new().read(true).write(true).open(device_path(card.index));
+        Ok(Self { card, node: Some(node.map_err(|_| CudaError::NO_DEVICE)?) })
     }
 }
 
@@ -97,6 +112,8 @@ struct Module {
 /// Everything that API calls change.
 pub(crate) struct Gpu {
     devices: Vec<Device>,
+    /// Ordinals of the devices on which it has a context.
+    contexts: BTreeSet<usize>,
     alive: Option<Alive>,
     pub(crate) memory: Memory,
     stream: Stream,
@@ -109,7 +126,7 @@ impl Gpu {
     /// Index of the GPU whose context is current.
     pub(crate) fn current(&self) -> Result<u32> {
         let ordinal = CURRENT.get().ok_or(CudaError::INVALID_CONTEXT)?;
-        Ok(self.devices.get(ordinal).ok_or(CudaError::INVALID_CONTEXT)?.index)
+        Ok(self.devices.get(ordinal).ok_or(CudaError::INVALID_CONTEXT)?.card.index)
     }
 
     /// Allocates on the current GPU.
@@ -261,10 +278,10 @@ pub(crate) fn init() -> Result<()> {
     if visible.is_empty() {
         return Err(CudaError::NO_DEVICE);
     }
-    let devices: Result<Vec<Device>> =
-        visible.into_iter().map(|index| Device::open(index, settings.uuid(index))).collect();
+    let cards = visible.into_iter().map(|index| Card::of(&settings, index));
     let gpu = Gpu {
-        devices: devices?,
+        devices: cards.map(Device::open).collect::<Result<_>>()?,
+        contexts: BTreeSet::new(),
         alive: None,
         memory: Memory::new(),
         stream: Stream::default(),
@@ -287,15 +304,24 @@ pub(crate) fn as_caller() -> Result<Option<Caller>> {
     target()?.job.as_ref().map(Membership::caller).transpose()
 }
 
-/// Starts a thread of the driver, on which the application's signal handlers do not run.
+/// Starts a thread of the driver, on which the application's signal handlers do not run. When this
+/// returns it has its name, by which others find it.
 fn spawn(comm: &str, body: impl FnOnce() + Send + 'static) -> Result<()> {
     let before = SigSet::all().thread_swap_mask(SigmaskHow::SIG_BLOCK)?;
-    let spawned = thread::Builder::new().name(comm.into()).spawn(body);
+    let (begins, begun) = mpsc::channel::<Infallible>();
+    let spawned = thread::Builder::new().name(comm.into()).spawn(move || {
+        drop(begins);
+        body();
+    });
     before.thread_set_mask()?;
-    Ok(spawned.map(|_| ())?)
+    spawned?;
+    // It says nothing: that it has let go of its end is enough.
+    let _ = begun.recv();
+    Ok(())
 }
 
 /// Fails before `cuInit`, and in the fork of a process that has called it.
+#[cfg(feature = "checkpoint-api")]
 pub(crate) fn check_initialized() -> Result<()> {
     target().map(|_| ())
 }
@@ -304,10 +330,10 @@ fn target() -> Result<&'static Target> {
     TARGET.get().filter(|target| target.pid == std::process::id()).ok_or(CudaError::NOT_INITIALIZED)
 }
 
-/// Indices and UUIDs of the GPUs that the process sees, by ordinal.
-pub(crate) fn devices() -> Result<Vec<(u32, Uuid)>> {
+/// The GPUs that the process sees, by ordinal.
+pub(crate) fn devices() -> Result<Vec<Card>> {
     let gpu = hold(&target()?.gpu);
-    Ok(gpu.devices.iter().map(|device| (device.index, device.uuid)).collect())
+    Ok(gpu.devices.iter().map(|device| device.card.clone()).collect())
 }
 
 /// Makes a context on the device; with the first one the process takes its place in
@@ -320,13 +346,21 @@ pub(crate) fn create_context(ordinal: usize) -> Result<()> {
         return Err(CudaError::INVALID_DEVICE);
     }
     let mut events = hold(&target.events);
-    if *events {
-        return Ok(());
+    if !*events {
+        gpu.alive = Some(StoreLock::take()?.claim(&Key::own()?.entry())?);
+        spawn(EVENT_THREAD, || target.handshake.answer_for_ever())?;
+        *events = true;
     }
-    gpu.alive = Some(StoreLock::take()?.claim(&Key::own()?.entry())?);
-    spawn(EVENT_THREAD, || target.handshake.answer_for_ever())?;
-    *events = true;
+    if gpu.contexts.insert(ordinal) {
+        let alive = gpu.alive.as_ref().ok_or(CudaError::ILLEGAL_STATE)?;
+        alive.uses(&StoreLock::take()?, &with_contexts(&gpu.devices, &gpu.contexts))?;
+    }
     Ok(())
+}
+
+/// Indices of the GPUs with these ordinals.
+fn with_contexts(devices: &[Device], contexts: &BTreeSet<usize>) -> Vec<u32> {
+    contexts.iter().filter_map(|ordinal| Some(devices.get(*ordinal)?.card.index)).collect()
 }
 
 /// Makes the context of a device current in this thread.
@@ -514,18 +548,22 @@ impl RestoreThread {
         let mut gpu = hold(&self.target.gpu);
         let settings = Settings::current()?;
         let devices = find_devices(&gpu.devices, map, &settings)?;
+        let indices = |devices: &[Device]| devices.iter().map(|d| d.card.index).collect::<Vec<_>>();
         let moved: BTreeMap<u32, u32> =
-            gpu.devices.iter().map(|old| old.index).zip(devices.iter().map(|d| d.index)).collect();
+            indices(&gpu.devices).into_iter().zip(indices(&devices)).collect();
         let new_index = |gpu: u32| moved.get(&gpu).copied().unwrap_or(gpu);
         let entry = Key::own()?.entry();
 
         let store = StoreLock::take()?;
         // A process that had no context was not in the store.
         let alive = hold(&self.target.events).then(|| store.claim(&entry)).transpose()?;
-        for device in &devices {
+        if let Some(alive) = &alive {
+            alive.uses(&store, &with_contexts(&devices, &gpu.contexts))?;
+        }
+        for index in indices(&devices) {
             let mine = gpu.memory.allocations().values();
-            let need = mine.filter(|a| new_index(a.gpu) == device.index).map(|a| a.bytes).sum();
-            if let Err(error) = store.reserve(device.index, need, settings.memory) {
+            let need = mine.filter(|a| new_index(a.gpu) == index).map(|a| a.bytes).sum();
+            if let Err(error) = store.reserve(index, need, settings.memory) {
                 self.lost = true;
                 return Err(error);
             }
@@ -564,23 +602,28 @@ impl RestoreThread {
     }
 }
 
-/// The GPUs that take over from `old`, in the same order, opened. A list must name
-/// every GPU that the process sees; a GPU that is not here is an invalid value.
+/// The GPUs that take over from `old`, in the same order, opened.
+///
+/// A list must name every GPU that the process has found at `cuInit`. A GPU that is not here, whose
+/// node is missing or cannot be opened, is an invalid value; another list can be tried. So is one of
+/// another chip, which was read and not measured. (Without a list the same GPUs have to be here;
+/// that anything else is an invalid value is assumed.)
 fn find_devices(old: &[Device], map: &[(Uuid, Uuid)], settings: &Settings) -> Result<Vec<Device>> {
     let visible = settings.visible();
     let mut devices: Vec<Device> = Vec::new();
-    for device in old {
+    for Device { card, .. } in old {
         let uuid = if map.is_empty() {
-            device.uuid
+            card.uuid
         } else {
-            map.iter().find(|pair| pair.0 == device.uuid).ok_or(CudaError::INVALID_VALUE)?.1
+            map.iter().find(|pair| pair.0 == card.uuid).ok_or(CudaError::INVALID_VALUE)?.1
         };
         let index = visible.iter().find(|index| settings.uuid(**index) == uuid);
-        let index = *index.ok_or(CudaError::INVALID_VALUE)?;
-        if devices.iter().any(|other| other.index == index) {
+        let new = Card::of(settings, *index.ok_or(CudaError::INVALID_VALUE)?);
+        let taken = devices.iter().any(|other| other.card.index == new.index);
+        if taken || new.name != card.name {
             return Err(CudaError::INVALID_VALUE);
         }
-        devices.push(Device::open(index, uuid)?);
+        devices.push(Device::open(new).map_err(|_| CudaError::INVALID_VALUE)?);
     }
     Ok(devices)
 }

@@ -1,9 +1,22 @@
 //! The command `cuda-checkpoint`, as the driver of the configured version has it.
 //!
-//! The words of the states and of the errors for restore, restore thread and toggle
-//! are those that people have reported of the real one; the others are formed after
-//! them. It ends with the `CUresult` of what failed (of which an exit status keeps the
-//! lowest byte), with 1 for wrong usage.
+//! Errors, states, streams and exit statuses are those that were seen of driver 580: what was
+//! asked goes to stdout, every error to stderr, and every failure ends with 1. The usage names the
+//! same options in the same lines; what it says about them is our own.
+//!
+//! - A toggle that is refused at its second half leaves the process as its first half did: LOCKED
+//!   after a checkpoint that is not supported. One on a LOCKED process is refused.
+//! - A toggle locks without a time limit.
+//! - `--device-map` is read by `--action restore` alone. Anything else takes it and ignores it,
+//!   whatever it says.
+//!
+//! Assumed, not seen:
+//!
+//! - Other branches than 580 do the same with the options that they have, 550 also after a refusal.
+//! - Before 555 options have no short names, since its published help has none.
+//! - What is wrong in any other way than those below (`--pid x`, two operations, words that are no
+//!   options) is an invalid option. A map that is none is an invalid argument.
+//! - A state other than the first three is called `failed`.
 
 use std::convert::Infallible;
 use std::ffi::OsString;
@@ -16,8 +29,15 @@ use lexopt::prelude::*;
 use nix::sys::memfd::{MFdFlags, memfd_create};
 
 use crate::cuda_error::{CudaError, Result};
-use crate::settings::{Settings, Uuid, parse_uuid};
-use crate::{caller, job, target};
+use crate::settings::{REMAP, Settings, Uuid, parse_uuid};
+use crate::target::State;
+use crate::{abi_cuda, caller, job};
+
+/// The first branch whose command can do more than toggle.
+const STEPS: u32 = 555;
+
+/// What stands before the usage when an option is not known.
+const INVALID: &str = "Invalid option(s) or option(s) not supported by this CUDA Driver";
 
 /// An option of the command.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -33,63 +53,31 @@ enum Opt {
     Help,
 }
 
-/// What there is: its long and short name, the first branch of the driver whose command
-/// has it, and what `--help` says.
-struct Row(Opt, &'static str, Option<char>, u32, &'static str);
+/// What there is: its long and short name, and the first branch of the driver whose command has it.
+struct Row(Opt, &'static str, Option<char>, u32);
 
 const OPTIONS: [Row; 9] = [
-    Row(
-        Opt::Toggle,
-        "toggle",
-        None,
-        550,
-        "--toggle --pid <pid>\n        Toggles the CUDA state between running and checkpointed",
-    ),
-    Row(
-        Opt::GetState,
-        "get-state",
-        None,
-        555,
-        "--get-state --pid <pid>\n        Prints the CUDA state: running, locked, checkpointed or failed",
-    ),
-    Row(
-        Opt::Action,
-        "action",
-        None,
-        555,
-        "--action lock|checkpoint|restore|unlock --pid <pid> [--timeout <ms>]\n        Performs one step",
-    ),
-    Row(
-        Opt::GetRestoreTid,
-        "get-restore-tid",
-        None,
-        555,
-        "--get-restore-tid --pid <pid>\n        Prints the id of the CUDA restore thread",
-    ),
-    Row(
-        Opt::LaunchJob,
-        "launch-job",
-        Some('j'),
-        job::JOBS,
-        "--launch-job|-j <program> [arguments]\n        Runs the program in a new job",
-    ),
-    Row(Opt::Pid, "pid", Some('p'), 550, "--pid|-p <pid>\n        The process"),
-    Row(
-        Opt::Timeout,
-        "timeout",
-        Some('t'),
-        555,
-        "--timeout|-t <ms>\n        How long a lock may take",
-    ),
-    Row(
-        Opt::DeviceMap,
-        "device-map",
-        None,
-        580,
-        "--device-map <old uuid>=<new uuid>,...\n        The GPUs that a restore goes to",
-    ),
-    Row(Opt::Help, "help", Some('h'), 550, "--help|-h\n        Prints this"),
+    Row(Opt::GetState, "get-state", None, STEPS),
+    Row(Opt::Action, "action", None, STEPS),
+    Row(Opt::Toggle, "toggle", None, 550),
+    Row(Opt::GetRestoreTid, "get-restore-tid", None, STEPS),
+    Row(Opt::LaunchJob, "launch-job", Some('j'), job::JOBS),
+    Row(Opt::Pid, "pid", Some('p'), 550),
+    Row(Opt::Timeout, "timeout", Some('t'), STEPS),
+    Row(Opt::DeviceMap, "device-map", Some('d'), REMAP),
+    Row(Opt::Help, "help", Some('h'), 550),
 ];
+
+impl Row {
+    fn is_there(&self, argument: &lexopt::Arg<'_>, branch: u32) -> bool {
+        let named = match argument {
+            Long(name) => self.1 == *name,
+            Short(letter) => self.2 == Some(*letter) && branch >= STEPS,
+            Value(_) => false,
+        };
+        named && branch >= self.3
+    }
+}
 
 /// One step of `--action`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -122,189 +110,235 @@ impl Step {
 enum Request {
     Help,
     LaunchJob(Vec<OsString>),
-    Toggle(i32, DeviceMap),
+    Toggle(i32),
     GetState(i32),
     GetRestoreTid(i32),
-    Action(Step, i32, u32, DeviceMap),
+    Action { word: String, pid: i32, timeout_ms: u32, map: Option<String> },
 }
 
 /// Pairs of old and new GPU.
 type DeviceMap = Vec<(Uuid, Uuid)>;
 
-/// Why it failed: a sentence and what the driver said.
-struct Failure(String, CudaError);
+/// Why nothing came of it.
+#[derive(Debug, PartialEq, Eq)]
+enum Failure {
+    /// What the usage follows.
+    Usage(String),
+    /// What stands alone.
+    Driver(String),
+}
 
-/// The command. It ends as the process should.
-pub fn main(arguments: impl Iterator<Item = OsString>) -> ExitCode {
-    let branch = match Settings::current() {
-        Ok(settings) => settings.branch(),
-        Err(error) => return status(error.0),
-    };
-    let done = match parse(arguments, branch) {
-        Ok(Request::Help) => {
-            print!("{}", usage(branch));
-            return ExitCode::SUCCESS;
-        }
-        Ok(request) => carry_out(&request),
-        Err(reason) => {
-            eprint!("{reason}\n{}", usage(branch));
-            return ExitCode::FAILURE;
-        }
-    };
-    match done {
+/// The command, with its own name as the first argument. It ends as the process should.
+pub fn main(mut arguments: impl Iterator<Item = OsString>) -> ExitCode {
+    let Ok(settings) = Settings::current() else { return ExitCode::FAILURE };
+    let own = arguments.next().unwrap_or_default();
+    let done = parse(&own.to_string_lossy(), arguments, settings.branch());
+    match done.and_then(|request| carry_out(&request, &settings)) {
         Ok(text) => {
             print!("{text}");
-            ExitCode::SUCCESS
+            return ExitCode::SUCCESS;
         }
-        Err(Failure(text, error)) => {
-            eprintln!("{text}");
-            status(error.0)
-        }
+        Err(Failure::Usage(reason)) => eprint!("{reason}\n\n{}", usage(&settings)),
+        Err(Failure::Driver(text)) => eprintln!("{text}"),
     }
+    ExitCode::FAILURE
 }
 
-fn status(code: i32) -> ExitCode {
-    ExitCode::from(u8::try_from(code & 0xff).unwrap_or(1))
-}
-
-fn usage(branch: u32) -> String {
-    let there = OPTIONS.iter().filter(|row| row.3 <= branch).map(|row| row.4);
-    there.fold("usage: cuda-checkpoint\n".into(), |text, option| text + option + "\n")
+/// What `--help` prints. Who reads it finds the same beginnings of lines as in the real one's.
+fn usage(settings: &Settings) -> String {
+    let (branch, driver) = (settings.branch(), &settings.driver);
+    let version = format!("Version {driver}. Of the emulated GPU.\n");
+    let title = "CUDA checkpoint and restore utility.\n".to_owned();
+    if branch < STEPS {
+        return title
+            + "Suspends and resumes CUDA in a process.\n"
+            + &version
+            + "\n    --toggle --pid <value>\n        From the one to the other.\n"
+            + "\n    --help\n        Print this.\n";
+    }
+    let since = |first: u32, text: &'static str| if branch >= first { text } else { "" };
+    let map = since(REMAP, " [--device-map <uuids>]");
+    let operations = [
+        "--get-state --pid <pid>\n\tThe state of CUDA in a process".to_owned(),
+        format!(
+            "--action lock | checkpoint | restore | unlock --pid <pid> [--timeout <ms>]{map}\n\t\
+             One step"
+        ),
+        "--toggle --pid <pid>\n\tAll steps from running to checkpointed, or back".to_owned(),
+        "--get-restore-tid --pid <pid>\n\tThe thread that does the work in a process".to_owned(),
+        since(job::JOBS, "--launch-job|-j <program> [arguments]\n\tA program in a job of its own")
+            .to_owned(),
+    ];
+    let options = [
+        "--pid|-p <pid>\n\tThe process",
+        "--timeout|-t <timeout>\n\tMilliseconds that a lock may take",
+        since(REMAP, "--device-map|-d <deviceUuids>\n\tWhat GPUs become at a restore: old=new,..."),
+        "--help|-h\n\tThis",
+    ];
+    let list = |entries: Vec<&str>| -> String {
+        let there = entries.into_iter().filter(|entry| !entry.is_empty());
+        there.collect::<Vec<_>>().join("\n\n") + "\n"
+    };
+    title
+        + &version
+        + "\nOperations:\n"
+        + &list(operations.iter().map(String::as_str).collect())
+        + "\nOptions:\n"
+        + &list(options.to_vec())
 }
 
 /// Reads the arguments as the command of that branch does.
 fn parse(
+    own: &str,
     arguments: impl Iterator<Item = OsString>,
     branch: u32,
-) -> std::result::Result<Request, String> {
+) -> std::result::Result<Request, Failure> {
+    let said = |text: &str| Failure::Usage(text.to_owned());
+    let invalid = || said(INVALID);
     let mut parser = lexopt::Parser::from_args(arguments);
-    let (mut operation, mut pid, mut timeout, mut map) = (None, None, 0, DeviceMap::new());
-    let mut set = |name: Opt, step| match operation.replace((name, step)) {
-        None => Ok(()),
-        Some(_) => Err("more than one operation".to_owned()),
-    };
-    while let Some(argument) = parser.next().map_err(|error| error.to_string())? {
-        let row = OPTIONS.iter().find(|row| match argument {
-            Long(name) => row.1 == name,
-            Short(letter) => row.2 == Some(letter),
-            Value(_) => false,
-        });
-        let row = row.filter(|row| row.3 <= branch);
-        let Some(Row(name, ..)) = row else { return Err(argument.unexpected().to_string()) };
+    let (mut operation, mut pid, mut timeout, mut map) = (None, None, None, None);
+    while let Some(argument) = parser.next().map_err(|_| invalid())? {
+        let row = OPTIONS.iter().find(|row| row.is_there(&argument, branch));
+        let Some(Row(name, ..)) = row else {
+            let unknown = match argument {
+                Long(name) => format!("unrecognized option '--{name}'"),
+                Short(letter) => format!("invalid option -- '{letter}'"),
+                Value(_) => return Err(invalid()),
+            };
+            return Err(Failure::Usage(format!("{own}: {unknown}\n{INVALID}")));
+        };
         match name {
             Opt::Help => return Ok(Request::Help),
             Opt::LaunchJob => {
-                let program: Vec<_> =
-                    parser.raw_args().map_err(|error| error.to_string())?.collect();
-                return match (program.is_empty(), operation.is_none() && pid.is_none()) {
-                    (true, _) => Err("no program".into()),
-                    (_, false) => Err("--launch-job stands alone".into()),
-                    _ => Ok(Request::LaunchJob(program)),
-                };
+                let program: Vec<_> = parser.raw_args().map_err(|_| invalid())?.collect();
+                let alone = operation.is_none() && pid.is_none() && !program.is_empty();
+                return if alone { Ok(Request::LaunchJob(program)) } else { Err(invalid()) };
             }
             Opt::Pid => pid = Some(value(&mut parser)?),
-            Opt::Timeout => timeout = value(&mut parser)?,
-            Opt::DeviceMap => {
-                let text: String = value(&mut parser)?;
-                map = device_map(&text).ok_or_else(|| format!("not a device map: {text}"))?;
+            Opt::Timeout => timeout = Some(value(&mut parser)?),
+            Opt::DeviceMap => map = Some(value(&mut parser)?),
+            operation_name => {
+                let word = match operation_name {
+                    Opt::Action => value(&mut parser)?,
+                    _ => String::new(),
+                };
+                if operation.replace((operation_name, word)).is_some() {
+                    return Err(invalid());
+                }
             }
-            Opt::Action => {
-                let word: String = value(&mut parser)?;
-                let step = Step::named(&word).ok_or_else(|| format!("unknown action: {word}"))?;
-                set(*name, Some(step))?;
-            }
-            _ => set(*name, None)?,
         }
     }
-    let (name, step) = operation.ok_or("no operation")?;
-    let pid = pid.ok_or("no pid")?;
-    match (name, step) {
-        (Opt::Toggle, _) => Ok(Request::Toggle(pid, map)),
-        (Opt::GetState, _) => Ok(Request::GetState(pid)),
-        (Opt::GetRestoreTid, _) => Ok(Request::GetRestoreTid(pid)),
-        (_, Some(step)) => Ok(Request::Action(step, pid, timeout, map)),
-        _ => Err("no operation".into()),
+    let (name, word) = operation.ok_or_else(|| said("No operation selected"))?;
+    let pid = pid.ok_or_else(|| said("Missing pid to perform operation on"))?;
+    let locks = *name == Opt::Action && Step::named(&word) == Some(Step::Lock);
+    if timeout.is_some() && !locks {
+        return Err(said("Timeout is only valid for --action lock operation"));
     }
+    Ok(match name {
+        Opt::Toggle => Request::Toggle(pid),
+        Opt::GetState => Request::GetState(pid),
+        Opt::GetRestoreTid => Request::GetRestoreTid(pid),
+        _ => Request::Action { word, pid, timeout_ms: timeout.unwrap_or(0), map },
+    })
 }
 
-fn device_map(text: &str) -> Option<DeviceMap> {
+fn value<T: std::str::FromStr>(parser: &mut lexopt::Parser) -> std::result::Result<T, Failure>
+where
+    T::Err: Into<Box<dyn std::error::Error + Send + Sync>>,
+{
+    let value = parser.value().and_then(|value| value.parse());
+    value.map_err(|_| Failure::Usage(INVALID.to_owned()))
+}
+
+fn device_map(text: Option<&str>) -> Result<DeviceMap> {
     let pair = |pair: &str| {
         let (old, new) = pair.split_once('=')?;
         Some((parse_uuid(old)?, parse_uuid(new)?))
     };
-    text.split(',').map(pair).collect()
-}
-
-fn value<T: std::str::FromStr>(parser: &mut lexopt::Parser) -> std::result::Result<T, String>
-where
-    T::Err: Into<Box<dyn std::error::Error + Send + Sync>>,
-{
-    parser.value().and_then(|value| value.parse()).map_err(|error| error.to_string())
+    let pairs = text.map(|text| text.split(',').map(pair).collect());
+    pairs.unwrap_or(Some(DeviceMap::new())).ok_or(CudaError::INVALID_VALUE)
 }
 
 /// What it prints, or why it failed.
-fn carry_out(request: &Request) -> std::result::Result<String, Failure> {
-    let said = |text: String| {
+fn carry_out(request: &Request, settings: &Settings) -> std::result::Result<String, Failure> {
+    let failed = |text: String| {
         move |error: CudaError| {
             let words = CudaError::describe(error.0)
                 .map_or("unknown error".into(), |words| words.1.to_string_lossy().into_owned());
-            Failure(format!("{text}: \"{words}\""), error)
+            Failure::Driver(format!("{text}: \"{words}\""))
         }
     };
-    if let Request::LaunchJob(program) = request {
-        let name = program[0].display();
-        return match launch(program) {
-            Ok(never) => match never {},
-            Err(error) => Err(said(format!("Could not launch {name}"))(error)),
-        };
+    match request {
+        Request::Help => return Ok(usage(settings)),
+        Request::LaunchJob(program) => {
+            let text = format!("Could not launch {}", program[0].display());
+            return match launch(program) {
+                Ok(never) => match never {},
+                Err(error) => Err(failed(text)(error)),
+            };
+        }
+        _ => {}
     }
-    target::init().map_err(said("Could not initialize CUDA".into()))?;
+    let initialized = match abi_cuda::cuInit(0) {
+        0 => Ok(()),
+        code => Err(CudaError(code)),
+    };
+    initialized.map_err(failed("Could not initialize CUDA".into()))?;
     match request {
         Request::Help | Request::LaunchJob(_) => Ok(String::new()),
-        Request::Toggle(pid, map) => {
-            let failed = said(format!("Error toggling CUDA in process ID {pid}"));
-            toggle(*pid, map).map(|()| String::new()).map_err(failed)
+        Request::Toggle(pid) => {
+            let text = format!("Error toggling CUDA in process ID {pid}");
+            toggle(*pid).map(|()| String::new()).map_err(failed(text))
         }
         Request::GetState(pid) => {
-            let failed = said(format!("Could not get state of process ID {pid}"));
-            caller::state(*pid).map(|state| state_name(state).to_owned() + "\n").map_err(failed)
+            let text = format!("Error getting process state for process ID {pid}");
+            let state = caller::state(*pid).map_err(failed(text))?;
+            Ok(state_name(state).to_owned() + "\n")
         }
         Request::GetRestoreTid(pid) => {
             let text = format!("Could not find restore thread for process ID {pid}");
             let tid = caller::restore_thread_id(*pid).map(|tid| format!("{tid}\n"));
-            tid.map_err(|error| Failure(text, error))
+            tid.map_err(|_| Failure::Driver(text))
         }
-        Request::Action(step, pid, timeout, map) => {
-            let failed = said(format!("Could not {} on process ID {pid}", step.name()));
+        Request::Action { word, pid, timeout_ms, map } => {
+            // Found out only now, as the time that it takes has shown.
+            let step = Step::named(word);
+            let step = step.ok_or_else(|| Failure::Usage("Invalid process state".into()))?;
             let done = match step {
-                Step::Lock => caller::lock(*pid, *timeout),
+                Step::Lock => caller::lock(*pid, *timeout_ms),
                 Step::Checkpoint => caller::checkpoint(*pid),
-                Step::Restore => caller::restore(*pid, map.clone()),
+                Step::Restore => {
+                    device_map(map.as_deref()).and_then(|map| caller::restore(*pid, map))
+                }
                 Step::Unlock => caller::unlock(*pid),
             };
-            done.map(|()| String::new()).map_err(failed)
+            let text = format!("Could not {} on process ID {pid}", step.name());
+            done.map(|()| String::new()).map_err(failed(text))
         }
     }
 }
 
 fn state_name(state: i32) -> &'static str {
+    const RUNNING: i32 = State::Running as i32;
+    const LOCKED: i32 = State::Locked as i32;
+    const CHECKPOINTED: i32 = State::Checkpointed as i32;
     match state {
-        0 => "running",
-        1 => "locked",
-        2 => "checkpointed",
+        RUNNING => "running",
+        LOCKED => "locked",
+        CHECKPOINTED => "checkpointed",
         _ => "failed",
     }
 }
 
-/// Both steps of one direction. That a refused checkpoint is unlocked again is assumed.
-fn toggle(pid: i32, map: &DeviceMap) -> Result<()> {
+/// Both steps of one direction. Nothing is undone when the second is refused.
+fn toggle(pid: i32) -> Result<()> {
     match state_name(caller::state(pid)?) {
         "running" => {
             caller::lock(pid, 0)?;
-            caller::checkpoint(pid).inspect_err(|_| _ = caller::unlock(pid))
+            caller::checkpoint(pid)
         }
         "checkpointed" => {
-            caller::restore(pid, map.clone())?;
+            caller::restore(pid, DeviceMap::new())?;
             caller::unlock(pid)
         }
         _ => Err(CudaError::ILLEGAL_STATE),
@@ -325,20 +359,37 @@ mod tests {
     use super::*;
     use crate::settings::format_uuid;
 
-    fn parsed(branch: u32, line: &str) -> std::result::Result<Request, String> {
-        parse(line.split_whitespace().map(OsString::from), branch)
+    fn parsed(branch: u32, line: &str) -> std::result::Result<Request, Failure> {
+        parse("it", line.split_whitespace().map(OsString::from), branch)
+    }
+
+    fn refused(reason: &str) -> std::result::Result<Request, Failure> {
+        Err(Failure::Usage(reason.to_owned()))
+    }
+
+    fn action(word: &str, timeout_ms: u32, map: Option<&str>) -> Request {
+        Request::Action { word: word.into(), pid: 7, timeout_ms, map: map.map(str::to_owned) }
+    }
+
+    fn usage_of(driver: &str) -> String {
+        usage(&format!("driver={driver}").parse().unwrap())
     }
 
     #[test]
     fn each_branch_has_its_options() {
         let lines = [
-            (550, "--toggle --pid 7", Request::Toggle(7, Vec::new())),
-            (550, "-p 7 --toggle", Request::Toggle(7, Vec::new())),
-            (550, "-h", Request::Help),
+            (550, "--toggle --pid 7", Request::Toggle(7)),
+            (550, "--pid=7 --toggle", Request::Toggle(7)),
+            (550, "--help", Request::Help),
+            (555, "-p 7 --toggle", Request::Toggle(7)),
+            (555, "-h", Request::Help),
             (555, "--get-state --pid=7", Request::GetState(7)),
             (555, "--get-restore-tid -p 7", Request::GetRestoreTid(7)),
-            (555, "--action lock -p 7 -t 20", Request::Action(Step::Lock, 7, 20, Vec::new())),
-            (555, "--action restore --pid 7", Request::Action(Step::Restore, 7, 0, Vec::new())),
+            (555, "--action lock -p 7 -t 20", action("lock", 20, None)),
+            (555, "--action restore --pid 7", action("restore", 0, None)),
+            (555, "--action dance --pid 7", action("dance", 0, None)),
+            (580, "--action restore --pid 7 -d x", action("restore", 0, Some("x"))),
+            (580, "--toggle --pid 7 --device-map x", Request::Toggle(7)),
             (590, "-j a --pid 7", Request::LaunchJob(vec!["a".into(), "--pid".into(), "7".into()])),
             (590, "--launch-job a", Request::LaunchJob(vec!["a".into()])),
         ];
@@ -350,38 +401,56 @@ mod tests {
     }
 
     #[test]
+    fn refuses_in_the_words_of_the_real_one() {
+        let unknown = |option: &str| format!("it: {option}\n{INVALID}");
+        let lines = [
+            ("", "No operation selected"),
+            ("--pid 7", "No operation selected"),
+            ("--get-state", "Missing pid to perform operation on"),
+            ("--toggle --pid 7 --timeout 5", "Timeout is only valid for --action lock operation"),
+            ("--action restore --pid 7 -t 5", "Timeout is only valid for --action lock operation"),
+            ("--nonsense", &unknown("unrecognized option '--nonsense'")),
+            ("--launch-job a", &unknown("unrecognized option '--launch-job'")),
+            ("-x", &unknown("invalid option -- 'x'")),
+            ("--toggle --get-state --pid 7", INVALID),
+            ("--toggle --pid x", INVALID),
+            ("--toggle --pid", INVALID),
+            ("--toggle --pid 7 8", INVALID),
+        ];
+        for (line, reason) in lines {
+            assert_eq!(parsed(580, line), refused(reason), "{line}");
+        }
+        for line in ["--launch-job", "--pid 7 --launch-job a"] {
+            assert_eq!(parsed(590, line), refused(INVALID), "{line}");
+        }
+    }
+
+    #[test]
     fn a_map_names_gpus() {
         let settings = Settings::default();
         let (old, new) = (settings.uuid(0), settings.uuid(1));
         let (from, to) = (format_uuid(&old), format_uuid(&new));
-        let line = format!("--toggle -p 7 --device-map {from}={to},{to}={from}");
-        let expected = Request::Toggle(7, vec![(old, new), (new, old)]);
-        assert_eq!(parsed(580, &line), Ok(expected));
-        assert!(parsed(570, &line).is_err());
-        assert!(parsed(580, "--toggle -p 7 --device-map 0=1").is_err());
+        let map = |text: &str| device_map(Some(text));
+        assert_eq!(map(&format!("{from}={to},{to}={from}")), Ok(vec![(old, new), (new, old)]));
+        assert_eq!(device_map(None), Ok(Vec::new()));
+        for text in ["", "0=1", &from, &format!("{from}={to},")] {
+            assert_eq!(map(text), Err(CudaError::INVALID_VALUE), "{text}");
+        }
     }
 
     #[test]
     fn the_help_shows_what_there_is() {
-        assert!(usage(580).contains("--action") && !usage(580).contains("--launch-job"));
-        assert!(usage(590).contains("--launch-job") && !usage(550).contains("--action"));
-    }
-
-    #[test]
-    fn refuses_what_makes_no_sense() {
-        let lines = [
-            "",
-            "--pid 7",
-            "--toggle",
-            "--toggle --get-state --pid 7",
-            "--action dance --pid 7",
-            "--toggle --pid x",
-            "--toggle --pid 7 8",
-            "--launch-job",
-            "--pid 7 --launch-job a",
+        let rows = [
+            ("550.54.15", "    --toggle --pid <value>\n", "--action"),
+            ("555.42.02", "unlock --pid <pid> [--timeout <ms>]\n", "--device-map"),
+            ("570.86.10", "unlock --pid <pid> [--timeout <ms>]\n", "--device-map"),
+            ("580.159.04", " [--timeout <ms>] [--device-map <uuids>]\n", "--launch-job"),
+            ("590.44.01", "\n--launch-job|-j <program>", "--dance"),
         ];
-        for line in lines {
-            assert!(parsed(610, line).is_err(), "{line}");
+        for (driver, has, lacks) in rows {
+            let text = usage_of(driver);
+            assert!(text.contains(has) && !text.contains(lacks), "{driver}: {text}");
+            assert!(text.contains(&format!("\nVersion {driver}.")), "{text}");
         }
     }
 }

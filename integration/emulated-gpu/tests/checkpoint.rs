@@ -271,6 +271,90 @@ fn a_map_moves_memory_to_another_gpu() {
 }
 
 #[test]
+fn a_map_needs_the_node_of_the_new_gpu() {
+    if !emulated() {
+        return;
+    }
+    let machine = Machine::with_nodes("gpus=2\n", 1);
+    let mut target = machine.target();
+    let pid = target.pid;
+    let state = format!("lock {pid} 1000\ncheckpoint {pid}\nrestore {pid} 0=1\nstate-value {pid}");
+    assert_eq!(machine.ask(&state), [0, 0, 1, 2]);
+    // There, and not to be opened: as a device that its cgroup does not allow.
+    fs::create_dir(machine.node(1)).unwrap();
+    assert_eq!(machine.ask(&format!("restore {pid} 0=1\nstate-value {pid}")), [1, 2]);
+    fs::remove_dir(machine.node(1)).unwrap();
+    fs::File::create(machine.node(1)).unwrap();
+    // It names what the process had; what is there now does not count.
+    assert_eq!(machine.ask(&format!("restore {pid} 0=1\nunlock {pid}")), [0, 0]);
+    assert_eq!(target.tell("verify"), "0");
+    assert_eq!(target.tell("increment"), "101");
+    let (old, new) = (machine.nvml_of(0), machine.nvml_of(1));
+    let used = (4 << 20) + 8;
+    assert_eq!(old[7..], ["0", "0"]);
+    assert_eq!(new[7..], [used.to_string(), used.to_string(), format!("{pid} Used({used})")]);
+    // And back, while the new one's node is gone.
+    machine.ask(&format!("lock {pid} 1000\ncheckpoint {pid}"));
+    fs::remove_file(machine.node(1)).unwrap();
+    let script = format!("restore {pid}\nrestore {pid} 0=0\nrestore {pid} 1=0\nunlock {pid}");
+    assert_eq!(machine.ask(&script), [1, 1, 0, 0]);
+    assert_eq!(target.tell("increment"), "102");
+}
+
+#[test]
+fn a_map_stays_on_one_kind_of_chip() {
+    if !emulated() {
+        return;
+    }
+    let machine = Machine::with_nodes("gpus=3\nnames=A,B,A\n", 1);
+    let mut target = machine.target();
+    let pid = target.pid;
+    machine.ask(&format!("lock {pid} 1000\ncheckpoint {pid}"));
+    for gpu in [1, 2] {
+        fs::File::create(machine.node(gpu)).unwrap();
+    }
+    let script = format!("restore {pid} 0=1\nstate-value {pid}\nrestore {pid} 0=2\nunlock {pid}");
+    assert_eq!(machine.ask(&script), [1, 2, 0, 0]);
+    assert_eq!(target.tell("verify"), "0");
+}
+
+#[test]
+fn a_map_onto_a_full_gpu_is_final() {
+    if !emulated() {
+        return;
+    }
+    let machine = Machine::with_nodes("gpus=2\nmemory=8388608\n", 1);
+    let one = machine.target();
+    let pid = one.pid;
+    machine.ask(&format!("lock {pid} 1000\ncheckpoint {pid}"));
+    fs::rename(machine.node(0), machine.node(1)).unwrap();
+    let mut two = machine.target();
+    fs::File::create(machine.node(0)).unwrap();
+    assert_eq!(two.tell("increment"), "101");
+    assert_eq!(machine.files("mem-1-").len(), 3, "the second is on the other GPU");
+    let script = format!("restore {pid} 0=1\nstate-value {pid}\nrestore {pid}\nrestore {pid} 0=0");
+    assert_eq!(machine.ask(&script), [2, 2, 304, 304]);
+    assert_eq!(two.tell("verify"), "0");
+}
+
+#[test]
+fn a_map_needs_driver_580() {
+    if !emulated() {
+        return;
+    }
+    for (driver, code) in [("570.86.10", 1), ("580.65.06", 0)] {
+        let machine = Machine::with(&format!("gpus=2\ndriver={driver}\n"));
+        let mut target = machine.target();
+        let pid = target.pid;
+        let script = format!("lock {pid} 1000\ncheckpoint {pid}\nrestore {pid} 0=1 1=0");
+        assert_eq!(machine.ask(&script), [0, 0, code], "{driver}");
+        assert_eq!(machine.ask(&format!("restore {pid}")), [if code == 0 { 401 } else { 0 }]);
+        assert_eq!(machine.ask(&format!("unlock {pid}")), [0]);
+        assert_eq!(target.tell("verify"), "0");
+    }
+}
+
+#[test]
 fn other_gpus_need_a_map() {
     if !emulated() {
         return;

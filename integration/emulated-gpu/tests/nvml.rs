@@ -33,3 +33,21 @@ fn without_a_gpu_there_is_no_driver() {
     assert!(machine.nvml()[0].contains("driver"), "{:?}", machine.nvml());
     assert_eq!(machine.ask("init"), [100]);
 }
+
+#[test]
+fn a_process_is_on_the_gpus_on_which_it_has_a_context() {
+    let machine = Machine::with("gpus=2\nnames=Emulated GPU, Emulated B\n");
+    let mut target = machine.target();
+    let pid = target.pid;
+    let used = (4 << 20) + 8;
+    let seen = |gpu: u32| machine.nvml_of(gpu)[3..].to_vec();
+    let uuid = |gpu: u32| format!("GPU-e05e1a7e-0000-0000-0000-{gpu:012}");
+    let size = (8_u64 << 30).to_string();
+    let line = format!("{pid} Used({used})");
+    let bytes = used.to_string();
+    assert_eq!(seen(0), [&uuid(0), "Emulated GPU", "0", &size, &bytes, &bytes, &line]);
+    assert_eq!(seen(1), [&uuid(1), "Emulated B", "1", &size, "0", "0"]);
+    assert_eq!(target.tell("context 1"), "0");
+    assert_eq!(seen(1)[6..], [format!("{pid} Used(4)")]);
+    assert_eq!(seen(0)[6..], [line]);
+}

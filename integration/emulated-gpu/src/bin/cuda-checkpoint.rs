@@ -3,5 +3,5 @@
 use std::process::ExitCode;
 
 fn main() -> ExitCode {
-    stasis_emulated_gpu::utility::main(std::env::args_os().skip(1))
+    stasis_emulated_gpu::utility::main(std::env::args_os())
 }

@@ -25,8 +25,11 @@ pub(crate) const JOB: &str = "CUDA_CHECKPOINT_JOB_FILE";
 /// The command that cargo built for this test.
 pub(crate) const UTILITY: &str = env!("CARGO_BIN_EXE_cuda-checkpoint");
 
-/// Stands for `/dev/nvidia0`.
+/// Stands for all of `/dev/nvidia0` and so on.
 const DEVICE: &str = "/dev/zero";
+
+/// Names the library that a role loads, if it is not the usual one.
+const LIBRARY: &str = "TEST_LIBRARY";
 
 /// Whether the driver is the emulated one: only there can a test look into the store
 /// or choose the machine.
@@ -46,15 +49,29 @@ pub(crate) fn driver() -> PathBuf {
     if let Some(real) = std::env::var_os("TEST_DRIVER") {
         return real.into();
     }
-    let deps = std::env::current_exe().unwrap().parent().unwrap().to_owned();
-    deps.join("libstasis_emulated_gpu.so")
+    let library = std::env::var(LIBRARY);
+    built(library.as_deref().unwrap_or("libstasis_emulated_gpu.so"))
 }
+
+/// A library that cargo built for this test.
+pub(crate) fn built(name: &str) -> PathBuf {
+    std::env::current_exe().unwrap().parent().unwrap().join(name)
+}
+
+/// The library of drivers that have no checkpoint API.
+pub(crate) const BEFORE_570: &str = "libstasis_emulated_gpu_550.so";
 
 /// A machine with an emulated GPU.
 pub(crate) struct Machine {
     dir: TempDir,
     /// For files that are not the store's.
     files: TempDir,
+    /// The library of its CUDA processes. Those that ask about them always have the one with the
+    /// checkpoint API: the store is the same.
+    library: Option<&'static str>,
+    /// The device node of each GPU as its CUDA processes find it, with `{}` for its number. Those
+    /// that ask about them are not in their container and find all.
+    nodes: String,
 }
 
 impl Machine {
@@ -66,7 +83,32 @@ impl Machine {
     pub(crate) fn with(config: &str) -> Self {
         let dir = tempfile::tempdir().unwrap();
         fs::write(dir.path().join("config"), format!("cuinit-ms=0\n{config}")).unwrap();
-        Self { dir, files: tempfile::tempdir().unwrap() }
+        let files = tempfile::tempdir().unwrap();
+        Self { dir, files, library: None, nodes: DEVICE.to_owned() }
+    }
+
+    /// With this driver.
+    pub(crate) fn driver(version: &str) -> Self {
+        let settings: stasis_emulated_gpu::settings::Settings =
+            format!("driver={version}").parse().unwrap();
+        let library = (settings.branch() < 570).then_some(BEFORE_570);
+        Self { library, ..Self::with(&format!("driver={version}\n")) }
+    }
+
+    /// With a device node for each GPU, of which the first so many are there.
+    pub(crate) fn with_nodes(config: &str, count: u32) -> Self {
+        let machine = Self::with(config);
+        let nodes = format!("{}/gpu{{}}", machine.files.path().display());
+        let machine = Self { nodes, ..machine };
+        for gpu in 0..count {
+            fs::File::create(machine.node(gpu)).unwrap();
+        }
+        machine
+    }
+
+    /// The device node of a GPU for CUDA processes.
+    pub(crate) fn node(&self, gpu: u32) -> PathBuf {
+        self.nodes.replace("{}", &gpu.to_string()).into()
     }
 
     pub(crate) fn store(&self) -> &Path {
@@ -95,9 +137,12 @@ impl Machine {
             .args(["--exact", "role", "--nocapture"])
             .env("TEST_ROLE", role)
             .env("EMULATED_GPU_DIR", self.store())
-            .env("EMULATED_GPU_DEVICE", DEVICE)
+            .env("EMULATED_GPU_DEVICE", if role == "target" { &self.nodes } else { DEVICE })
             .stdin(Stdio::piped())
             .stdout(Stdio::piped());
+        if let Some(library) = self.library.filter(|_| role != "caller") {
+            command.env(LIBRARY, library);
+        }
         command
     }
 
@@ -183,9 +228,16 @@ impl Machine {
         path
     }
 
-    /// Runs NVML once; what it says, as lines.
+    /// Asks NVML once about its first GPU; what it says, as lines.
     pub(crate) fn nvml(&self) -> Vec<String> {
-        let mut process = Process::spawn(self.role("nvml"));
+        self.nvml_of(0)
+    }
+
+    /// The same about another.
+    pub(crate) fn nvml_of(&self, gpu: u32) -> Vec<String> {
+        let mut command = self.role("nvml");
+        command.env("TEST_GPU", gpu.to_string());
+        let mut process = Process::spawn(command);
         let count: usize = process.line().parse().unwrap();
         (0..count).map(|_| process.line()).collect()
     }
@@ -343,6 +395,12 @@ fn target() {
             "managed" => out(text(gpu.allocate_managed(4096))),
             "allocate" => out(text(gpu.allocate(usize::try_from(number()).unwrap()))),
             "free" => out(done(gpu.free(number()))),
+            // One more, with its own counter.
+            "context" => {
+                let library = Library::load(driver().as_os_str()).unwrap();
+                let other = Gpu::start_with(library, usize::try_from(number()).unwrap());
+                out(done(other.map(std::mem::forget)));
+            }
             "segment" => {
                 segment = Some(gpu.segment(1).unwrap());
                 out(gpu.export(segment.as_ref().unwrap()).map_or_else(|e| e.to_string(), to_hex));
@@ -469,7 +527,8 @@ fn nvml() {
             return out(error);
         }
     };
-    let device = nvml.device_by_index(0).unwrap();
+    let gpu = std::env::var("TEST_GPU").unwrap().parse().unwrap();
+    let device = nvml.device_by_index(gpu).unwrap();
     let memory = device.memory_info().unwrap();
     let mut lines = vec![
         nvml.sys_driver_version().unwrap(),

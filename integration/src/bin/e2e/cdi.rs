@@ -288,7 +288,7 @@ fn ctr_restore(case: &Case) -> Result<()> {
     let there = case.path("libcuda.so.999.1");
     fs::copy(case.gpu.library(), &there)?;
     let mut counter = Container::counter(&[]).without_gpu();
-    counter.options.extend(Gpu::new(case.gpu.store(), &there)?.arguments());
+    counter.options.extend(Gpu::behind(case.gpu.store(), &there).arguments());
     let id = case.start(&counter)?;
     case.expect(&id, 101)?;
     let image = format!("checkpoint/{id}:1");

@@ -158,7 +158,10 @@ fn check(case: &Case) -> Result<()> {
         let mut command = Command::new(case.binary("stasis"));
         let library = case.gpu.library();
         command.args(["check", "--json"]).env("EMULATED_GPU_DIR", case.gpu.store());
-        command.env("STASIS_LIBCUDA", library).env("STASIS_LIBNVML", library).env(variable, value);
+        command
+            .env("STASIS_LIBCUDA", &library)
+            .env("STASIS_LIBNVML", &library)
+            .env(variable, value);
         command::run(&mut command, LIMIT)
     };
     for (variable, value, ready, says) in [

@@ -9,6 +9,7 @@ mod cri;
 mod criu;
 mod ctr_matrix;
 mod docker;
+mod emulated;
 mod exec;
 mod failures;
 mod hostile;
@@ -78,6 +79,7 @@ fn modules() -> Vec<(&'static str, Vec<Test>)> {
         ("ranks", ranks::tests()),
         ("tcp", tcp::tests()),
         ("criu", criu::tests()),
+        ("emulated", emulated::tests()),
         ("hostile", hostile::tests()),
         ("order", order::tests()),
         ("failures", failures::tests()),

@@ -114,7 +114,7 @@ fn configured_in_daemon_json(docker: &Docker<'_>, _way: Way) -> Result<()> {
     docker.checkpoint_running(&container, "first")?;
     docker.kill(&container)?;
 
-    let library = docker.case().gpu.library().display().to_string();
+    let library = docker.case().gpu.host_library().display().to_string();
     let other = usual.replace(&library, "/nonexistent/libcuda.so.1");
     ensure!(other != usual, "the configuration names no {library}");
     fs::write(&file, other)?;

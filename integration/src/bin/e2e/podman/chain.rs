@@ -35,7 +35,8 @@ pub(super) fn tests() -> Vec<Test> {
 
 /// A program named as the real one, that executes `next`.
 fn nvidia(case: &Case, next: &Path) -> Result<PathBuf> {
-    let library = case.gpu.library().display();
+    let library = case.gpu.library();
+    let library = library.display();
     let mount = |source: String, destination: String| {
         format!(
             "{{\"destination\":\"{destination}\",\"source\":\"{source}\",\"options\":[\"rbind\"]}},"
