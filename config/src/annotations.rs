@@ -35,11 +35,24 @@ pub enum AnnotationName {
     /// [`lock_timeout`]: crate::config::Cuda::lock_timeout
     /// [`max_lock_timeout`]: AnnotationPolicy::max_lock_timeout
     LockTimeout,
+    /// `dev.stasis.device-map = "OLD=NEW,…"`: when the container is restored, which of its GPUs takes
+    /// the place of which of the image's. It reaches only GPUs of the container itself.
+    DeviceMap,
+    /// `dev.stasis.restore = "suspended"`: a restored container begins with its CUDA suspended, without
+    /// a GPU, until `stasis resume`.
+    Restore,
 }
 
 impl AnnotationName {
     /// All that there are.
-    pub const ALL: [Self; 4] = [Self::Job, Self::MultiProcess, Self::MultiGpu, Self::LockTimeout];
+    pub const ALL: [Self; 6] = [
+        Self::Job,
+        Self::MultiProcess,
+        Self::MultiGpu,
+        Self::LockTimeout,
+        Self::DeviceMap,
+        Self::Restore,
+    ];
 
     /// The whole key, as it stands on a container.
     #[must_use]
@@ -49,6 +62,8 @@ impl AnnotationName {
             Self::MultiProcess => "dev.stasis.multi-process",
             Self::MultiGpu => "dev.stasis.multi-gpu",
             Self::LockTimeout => "dev.stasis.lock-timeout",
+            Self::DeviceMap => "dev.stasis.device-map",
+            Self::Restore => "dev.stasis.restore",
         }
     }
 
@@ -67,6 +82,7 @@ impl AnnotationName {
 
 /// What a container asks for. The default is a container without annotations.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
+#[expect(clippy::struct_excessive_bools, reason = "each is an annotation of its own")]
 pub struct Annotations {
     /// Give the container a job file.
     pub job: bool,
@@ -77,6 +93,10 @@ pub struct Annotations {
     /// How long locking all processes may take, instead of the configured time. Between 1 ms and
     /// the configured maximum.
     pub lock_timeout: Option<Duration>,
+    /// Pairs of GPUs as they were written, `OLD=NEW,…`: what they mean depends on the host.
+    pub device_map: Option<String>,
+    /// Whether a restored container begins suspended.
+    pub restore_suspended: bool,
 }
 
 /// An annotation that cannot be honoured.
@@ -141,6 +161,12 @@ impl Annotations {
                     out.lock_timeout =
                         Some(timeout(value, policy.max_lock_timeout).map_err(wrong)?);
                 }
+                AnnotationName::DeviceMap => {
+                    out.device_map = Some(pairs(value).map_err(wrong)?.to_owned());
+                }
+                AnnotationName::Restore => {
+                    out.restore_suspended = only("suspended", value).map_err(wrong)?;
+                }
             }
         }
         // A pod's annotations are its sandbox's, too, in which nothing computes.
@@ -161,6 +187,21 @@ const SANDBOX: [(&str, &str); 2] = [
 fn only(expected: &str, value: &str) -> Result<bool, String> {
     if value == expected { Ok(true) } else { Err(format!("expected \"{expected}\"")) }
 }
+
+/// The form only.
+fn pairs(value: &str) -> Result<&str, String> {
+    let is_pair = |pair: &str| {
+        pair.split_once('=').is_some_and(|(old, new)| !old.is_empty() && !new.is_empty())
+    };
+    if value.len() <= MAX_PAIRS && value.split(',').all(is_pair) {
+        Ok(value)
+    } else {
+        Err("expected pairs of GPUs, such as \"OLD=NEW,OLD=NEW\"".to_owned())
+    }
+}
+
+/// In bytes: enough for 50 GPUs by their UUIDs.
+const MAX_PAIRS: usize = 4096;
 
 fn timeout(value: &str, max: Duration) -> Result<Duration, String> {
     let given =
@@ -216,12 +257,16 @@ mod tests {
             ("dev.stasis.multi-process", "allow"),
             ("dev.stasis.multi-gpu", "allow"),
             ("dev.stasis.lock-timeout", "1m 30s"),
+            ("dev.stasis.device-map", "0=1,GPU-a=GPU-b"),
+            ("dev.stasis.restore", "suspended"),
         ];
         let want = Annotations {
             job: true,
             multi_process: true,
             multi_gpu: true,
             lock_timeout: Some(Duration::from_secs(90)),
+            device_map: Some("0=1,GPU-a=GPU-b".into()),
+            restore_suspended: true,
         };
         assert_eq!(parse(&all), Ok(want));
     }
@@ -231,7 +276,8 @@ mod tests {
         assert_eq!(
             parse(&[("dev.stasis.multigpu", "allow")]).unwrap_err(),
             "unknown annotation `dev.stasis.multigpu`: expected dev.stasis.job, \
-             dev.stasis.multi-process, dev.stasis.multi-gpu or dev.stasis.lock-timeout"
+             dev.stasis.multi-process, dev.stasis.multi-gpu, dev.stasis.lock-timeout, \
+             dev.stasis.device-map or dev.stasis.restore"
         );
         assert!(parse(&[("dev.stasis.", "")]).is_err());
     }
@@ -278,6 +324,18 @@ mod tests {
     }
 
     #[test]
+    fn a_device_map_is_made_of_pairs() {
+        for value in ["", "0", "0=", "=1", "0=1,", &"0=1,".repeat(2000)] {
+            let said = parse(&[("dev.stasis.device-map", value)]).unwrap_err();
+            assert!(
+                said.ends_with("expected pairs of GPUs, such as \"OLD=NEW,OLD=NEW\""),
+                "{said}"
+            );
+        }
+        assert!(parse(&[("dev.stasis.restore", "running")]).is_err());
+    }
+
+    #[test]
     fn a_pods_sandbox_is_given_no_job() {
         let job = ("dev.stasis.job", "file");
         let kind = "io.kubernetes.cri.container-type";
@@ -314,6 +372,7 @@ mod tests {
         for all in [
             [("dev.stasis.lock-timeout", long.as_str())],
             [("dev.stasis.multi-gpu", long.as_str())],
+            [("dev.stasis.device-map", long.as_str())],
             [("dev.stasis.multi-gpu", "\u{1b}[2J\nlevel=error")],
             [("dev.stasis.\u{1b}[2J\n\r\u{202e}", "allow")],
         ] {

@@ -767,7 +767,7 @@ mod tests {
             (
                 "[annotations]\nallow = [\"jobs\"]",
                 "2:10: annotations.allow: unknown variant `jobs`, expected one of `job`, `multi-process`, \
-                 `multi-gpu`, `lock-timeout`"
+                 `multi-gpu`, `lock-timeout`, `device-map`, `restore`"
                     .into(),
             ),
             (

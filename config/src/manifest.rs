@@ -70,6 +70,10 @@ pub struct Manifest {
     pub gpu_mounts: Vec<String>,
     /// GPU devices, absolute paths in the container.
     pub gpu_devices: Vec<String>,
+    /// Which GPU each of these devices was, where it was one: all that the processes could see. A
+    /// restore may put others in their place, from driver 580 on.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub gpu_nodes: Vec<GpuNode>,
     /// How long each phase of the checkpoint took, in order.
     pub phases: Vec<Phase>,
 }
@@ -94,6 +98,16 @@ pub struct Gpu {
     pub name: String,
     /// Whole memory, in bytes.
     pub memory_bytes: u64,
+}
+
+/// The device node of a GPU.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct GpuNode {
+    /// Absolute path in the container; one of [`Manifest::gpu_devices`].
+    pub path: String,
+    /// As NVML writes it, `GPU-…`.
+    pub uuid: String,
 }
 
 /// A process that used CUDA.
@@ -369,6 +383,7 @@ impl Manifest {
             dump: _,
             gpu_mounts,
             gpu_devices,
+            gpu_nodes,
             phases,
         } = self;
         if *version != VERSION {
@@ -416,6 +431,15 @@ impl Manifest {
         }
         for (field, device) in entries("gpu_devices", gpu_devices)? {
             absolute(field, device)?;
+        }
+        for (field, node) in entries("gpu_nodes", gpu_nodes)? {
+            let GpuNode { path, uuid } = node;
+            text(format!("{field}.uuid"), uuid)?;
+            if !gpu_devices.contains(path) {
+                let found = crate::text::quoted(path);
+                let reason = format!("expected one of gpu_devices, found {found}");
+                return Err(Wrong::new(format!("{field}.path"), reason));
+            }
         }
         for (field, phase) in entries("phases", phases)? {
             let Phase { name, milliseconds: _ } = phase;
@@ -668,6 +692,7 @@ mod tests {
             dump: Dump { tcp_established: true, file_locks: true, ..Dump::default() },
             gpu_mounts: vec!["/usr/lib/x86_64-linux-gnu/libcuda.so.1".into()],
             gpu_devices: vec!["/dev/nvidia0".into(), "/dev/nvidiactl".into()],
+            gpu_nodes: Vec::new(),
             phases: vec![
                 Phase { name: "lock".into(), milliseconds: 3 },
                 Phase { name: "dump".into(), milliseconds: 1200 },
@@ -716,6 +741,17 @@ mod tests {
     fn with_job(file: JobFile) -> Manifest {
         let job = Job { bytes: 4096, sha256: "0123456789abcdef".repeat(4), file };
         Manifest { job: Some(job), ..manifest() }
+    }
+
+    #[test]
+    fn which_gpu_a_node_was_is_known_for_nodes_only() {
+        let node = |path: &str| GpuNode { path: path.into(), uuid: "GPU-0".into() };
+        let dir = tempfile::tempdir().unwrap();
+        let with = Manifest { gpu_nodes: vec![node("/dev/nvidia0")], ..manifest() };
+        with.write(dir.path()).unwrap();
+        assert_eq!(Manifest::read(dir.path()).unwrap(), Some(with));
+        let said = changed(|manifest| manifest.gpu_nodes = vec![node("/dev/sda")]);
+        assert!(said.contains("gpu_nodes[0].path: expected one of gpu_devices"), "{said}");
     }
 
     #[test]

@@ -26,6 +26,7 @@ use crate::error::{Cause, Failure, Left, Phase};
 use crate::job::{self, JobError, Membership};
 use crate::journal::{Entry, Stage};
 use crate::parts::{CudaProcess, Limits, Parts, Progress};
+use crate::remap;
 use crate::spec;
 use crate::suspend::suspend;
 
@@ -410,6 +411,10 @@ fn manifest(
         dump: request.dump,
         gpu_mounts: spec::gpu_mounts(request.spec),
         gpu_devices: spec::gpu_devices(request.spec),
+        gpu_nodes: remap::cards(request.spec, &facts.gpus)
+            .into_iter()
+            .map(|card| manifest::GpuNode { path: card.path, uuid: card.uuid })
+            .collect(),
         phases: progress.phases(),
     }
 }

@@ -54,6 +54,7 @@ pub mod journal;
 pub mod oci;
 pub mod parts;
 pub mod processes;
+pub mod remap;
 pub mod restore;
 pub mod resume;
 pub mod runc;

@@ -38,9 +38,15 @@ impl Lack {
                 }
             }
         }
+        // Another GPU may take the place of one; whether it can is told later ([`crate::remap`]).
+        let known = |path: &&String| !manifest.gpu_devices.contains(*path);
+        let mut spare = given_devices.iter().filter(|path| is_gpu(path)).filter(known).count();
         for path in &manifest.gpu_devices {
             let given = devices.iter().find(|device| device.path() == Path::new(path));
             match given.filter(|_| given_devices.contains(path)) {
+                None if spare > 0 && manifest.gpu_nodes.iter().any(|node| node.path == *path) => {
+                    spare -= 1;
+                }
                 None => lack.missing.push(path.clone()),
                 Some(device) if is_stale(device) => lack.stale.push(path.clone()),
                 Some(_) => {}
@@ -85,6 +91,12 @@ impl Lack {
         }
         format!("its processes use {}", parts.join(", and "))
     }
+}
+
+/// Whether it is the node of a GPU, and not what all of them share.
+fn is_gpu(path: &str) -> bool {
+    let number = path.strip_prefix("/dev/nvidia");
+    number.is_some_and(|number| !number.is_empty() && number.bytes().all(|b| b.is_ascii_digit()))
 }
 
 fn is_stale(device: &LinuxDevice) -> bool {
@@ -159,6 +171,37 @@ mod tests {
              config.json does not give, and /lib/libnvidia-ml.so.1 from /none, which config.json \
              mounts and this host has not"
         );
+    }
+
+    #[test]
+    fn another_gpu_may_take_the_place_of_one() {
+        let with = |devices: &[&str]| {
+            let devices: Vec<_> = devices
+                .iter()
+                .map(|path| json!({"path": path, "type": "c", "major": 1, "minor": 3}))
+                .collect();
+            let text = json!({
+                "ociVersion": "1.0.2", "root": {"path": "rootfs"}, "linux": {"devices": devices},
+            });
+            serde_json::from_value::<Spec>(text).unwrap()
+        };
+        let node =
+            |path: &str| stasis_config::manifest::GpuNode { path: path.into(), uuid: "GPU".into() };
+        let mut needs = manifest(&[], &["/dev/nvidia0", "/dev/nvidia1", "/dev/nvidiactl"]);
+        needs.gpu_nodes = vec![node("/dev/nvidia0"), node("/dev/nvidia1")];
+        let missing = |devices: &[&str]| Lack::of(&needs, &with(devices), Path::new("/")).missing;
+        assert!(missing(&["/dev/nvidia2", "/dev/nvidia3", "/dev/nvidiactl"]).is_empty());
+        assert!(missing(&["/dev/nvidia1", "/dev/nvidia7", "/dev/nvidiactl"]).is_empty());
+        assert_eq!(missing(&["/dev/nvidia1", "/dev/nvidiactl"]), ["/dev/nvidia0"]);
+        assert_eq!(missing(&["/dev/nvidia5", "/dev/nvidiactl"]), ["/dev/nvidia1"]);
+        // What all share is no GPU.
+        let uvm = ["/dev/nvidia0", "/dev/nvidia1", "/dev/nvidia-uvm"];
+        assert_eq!(missing(&uvm), ["/dev/nvidiactl"]);
+        // Which GPU it was is not known: by its name then.
+        needs.gpu_nodes.remove(1);
+        let missing =
+            Lack::of(&needs, &with(&["/dev/nvidia2", "/dev/nvidiactl"]), Path::new("/")).missing;
+        assert_eq!(missing, ["/dev/nvidia1"]);
     }
 
     #[test]

@@ -29,6 +29,7 @@ use stasis_config::{Config, Manifest};
 
 use entitled::Claims;
 use lack::Lack;
+use numbers::Numbers;
 use registry::{Found, Registry};
 
 use crate::config_json::ConfigFile;
@@ -173,6 +174,15 @@ impl NewContainer for Bundle {
         }
         nodes::repair(root.as_fd(), spec).map_err(|error| CdiError::Node(chain(&error)).into())
     }
+}
+
+/// Whether a device of a config.json is the GPU with this number on this host, under whatever path.
+pub(crate) fn node_of_card(spec: &Spec, path: &str, minor: u32) -> bool {
+    let linux = spec.linux().as_ref();
+    let devices = linux.and_then(|linux| linux.devices().as_deref()).unwrap_or_default();
+    let device = devices.iter().find(|device| device.path() == Path::new(path));
+    let host = Numbers::at(Path::new(&format!("/dev/nvidia{minor}")));
+    device.is_some_and(|device| host == Ok(Numbers::of_spec(device)))
 }
 
 fn parse(value: &Value) -> Result<Spec, CdiError> {

@@ -252,6 +252,9 @@ pub struct Gpu {
     pub name: String,
     /// Bytes of memory.
     pub memory_bytes: u64,
+    /// The number of its device node, /dev/nvidiaN; none if NVML does not tell.
+    #[serde(default)]
+    pub minor: Option<u32>,
 }
 
 impl From<Gpu> for stasis_config::manifest::Gpu {

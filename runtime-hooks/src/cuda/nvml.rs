@@ -38,6 +38,7 @@ impl Monitor {
                     uuid: device.uuid()?,
                     name: device.name()?,
                     memory_bytes: device.memory_info()?.total,
+                    minor: device.minor_number().ok(),
                 })
             })
             .collect()

@@ -407,6 +407,7 @@ mod tests {
             },
             gpu_mounts: vec!["/usr/lib/libcuda.so.1".into()],
             gpu_devices: vec!["/dev/nvidia0".into()],
+            gpu_nodes: Vec::new(),
             phases: vec![manifest::Phase { name: "lock".into(), milliseconds: 3 }],
         }
     }
