@@ -70,6 +70,14 @@ pub fn of_binary(binary: &str) -> Vec<Pid> {
     all().filter(|&pid| runs(pid, binary)).collect()
 }
 
+/// What a process has open, by name; nothing if it is gone.
+#[must_use]
+pub fn open_files(pid: Pid) -> Vec<String> {
+    let entries = fs::read_dir(format!("/proc/{pid}/fd")).into_iter().flatten().flatten();
+    let links = entries.filter_map(|entry| fs::read_link(entry.path()).ok());
+    links.map(|link| link.to_string_lossy().into_owned()).collect()
+}
+
 /// Who started a process.
 #[must_use]
 pub fn parent(pid: Pid) -> Option<Pid> {

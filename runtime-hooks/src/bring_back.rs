@@ -10,7 +10,7 @@ use crate::discover::probe;
 use crate::error::{Cause, Failure, Left, Phase};
 use crate::give_back;
 use crate::hold::HoldError;
-use crate::journal::Entry;
+use crate::journal::{Entry, Stage};
 use crate::parts::{CudaProcess, Limits, Parts};
 use crate::processes::Process;
 use crate::suspend::driver_runs;
@@ -38,6 +38,16 @@ pub enum Thaw {
     Runtime,
 }
 
+/// What is left to do after all was brought back.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[must_use]
+pub enum Back {
+    /// Nothing.
+    Whole,
+    /// A lock whose caller was lost may be granted later. The journal says so.
+    LockPending,
+}
+
 /// Brings the container of `entry` back. What is at stake is the container's life, so what is not
 /// the driver's last word is tried again.
 pub fn bring_back(
@@ -46,14 +56,14 @@ pub fn bring_back(
     goal: Goal,
     thaw: Thaw,
     limits: &Limits,
-) -> Result<(), Cause> {
+) -> Result<Back, Cause> {
     let deadline = Instant::now() + limits.restore;
     let mut attempts = 0;
     parts.driver.join(entry.in_job());
     loop {
         attempts += 1;
         let cause = match attempt(parts, entry, goal, thaw, limits) {
-            Ok(()) => return Ok(()),
+            Ok(back) => return Ok(back),
             Err(cause) => cause,
         };
         let last_word = match &cause {
@@ -81,10 +91,11 @@ fn attempt(
     goal: Goal,
     thaw: Thaw,
     limits: &Limits,
-) -> Result<(), Cause> {
+) -> Result<Back, Cause> {
     if !parts.processes.alive(entry.init) {
         return Err(Cause::Gone);
     }
+    let mut back = Back::Whole;
     wait_for_criu(parts)?;
     let cuda = processes_of(parts, entry)?;
     let frozen = parts.freezer.frozen()?;
@@ -113,7 +124,9 @@ fn attempt(
         give_back::restore(parts.driver, parts.processes, &cuda, in_job, limits.restore)?;
         give_back::unlock(parts.driver, parts.processes, &cuda, limits.restore)?;
         if entry.locking {
-            give_back::outlast_lost_locks(parts, entry, &cuda, hold, limits.lock)?;
+            if give_back::outlast_lost_locks(parts, entry, &cuda, hold, limits.lock)? {
+                back = Back::LockPending;
+            }
             give_back::unlock(parts.driver, parts.processes, &cuda, limits.restore)?;
         }
     }
@@ -123,7 +136,13 @@ fn attempt(
         _ => {}
     }
     parts.hold.release();
-    Ok(())
+    if back == Back::LockPending {
+        let mut later = entry.clone();
+        later.stage = Stage::Suspending;
+        later.frozen = goal == Goal::Paused;
+        parts.journal.save(&later)?;
+    }
+    Ok(back)
 }
 
 fn thaw_by(parts: &mut Parts<'_>, thaw: Thaw) -> Result<(), Cause> {
@@ -153,12 +172,15 @@ pub fn put_back(parts: &mut Parts<'_>, entry: &Entry, limits: &Limits) -> Left {
     let (goal, left) =
         if entry.frozen { (Goal::Paused, Left::Paused) } else { (Goal::Running, Left::Running) };
     let brought = bring_back(parts, entry, goal, Thaw::Freezer, limits);
+    let pending = matches!(brought, Ok(Back::LockPending));
     let left = match brought {
-        Ok(()) if !parts.processes.alive(entry.init) => Left::Gone,
-        Ok(()) => left,
+        Ok(_) if !parts.processes.alive(entry.init) => Left::Gone,
+        Ok(_) => left,
         Err(because) => kill(parts, entry, because),
     };
-    forget(parts, entry);
+    if !pending {
+        forget(parts, entry);
+    }
     left
 }
 

@@ -16,7 +16,7 @@ use stasis_config::Annotations;
 use stasis_config::manifest::{self, JOB_FILE, JobFile, Manifest};
 
 use crate::bring_back::{
-    Goal, Thaw, bring_back, fail, forget, kill, kill_and_wait, log_of, processes_of,
+    Back, Goal, Thaw, bring_back, fail, forget, kill, kill_and_wait, log_of, processes_of,
 };
 use crate::container::Container;
 use crate::cuda::job::{Copied, Identity};
@@ -28,7 +28,7 @@ use crate::journal::{Entry, Stage};
 use crate::parts::{CudaProcess, Limits, Parts, Progress};
 use crate::remap;
 use crate::spec;
-use crate::suspend::suspend;
+use crate::suspend::{STATE, suspend};
 
 /// What becomes of the container afterwards.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -272,7 +272,7 @@ fn dump(
         progress.enter(Phase::JobFile);
         // What they name is still what the driver has written to.
         job::confirm(parts.driver, parts.processes, cuda, entry)?;
-        job = Some(copy_job(parts, membership, &request.limits)?);
+        job = Some(copy_job(parts, membership)?);
     }
     progress.enter(Phase::CriuDump);
     let by_criu = matches!(request.after, After::Exit { by_criu: true });
@@ -281,25 +281,35 @@ fn dump(
     if !by_criu && !parts.freezer.frozen()? {
         parts.freezer.freeze()?;
     }
+    // One that has ended before CRIU came to it is not in the image, and a restore looks for it.
+    let (dumped, missing): (Vec<CudaProcess>, Vec<CudaProcess>) =
+        cuda.iter().cloned().partition(|process| {
+            let there = parts.image.has_process(process.process.inner_pid);
+            there && (by_criu || !parts.processes.ending(process.process.id))
+        });
+    if let Some(ended) = missing.first() {
+        let who = ended.who();
+        if !by_criu {
+            return Err(Cause::Ended { who });
+        }
+        // The container is gone: what there is of it is better than nothing.
+        tracing::warn!(container = entry.container, %who, "it ended, and is not in the image");
+    }
     progress.enter(Phase::Sync);
     parts.image.sync()?;
     progress.enter(Phase::Manifest);
-    let manifest = manifest(request, cuda, job, facts, progress);
+    let manifest = manifest(request, &dumped, job, facts, progress);
     parts.image.finish(&manifest)
 }
 
 /// The driver has written to the file until the last process was CHECKPOINTED, and writes again at
 /// the first restore: this is the one that restores need.
-fn copy_job(
-    parts: &mut Parts<'_>,
-    membership: &Membership,
-    limits: &Limits,
-) -> Result<manifest::Job, Cause> {
+fn copy_job(parts: &mut Parts<'_>, membership: &Membership) -> Result<manifest::Job, Cause> {
     let copy = parts.image.path().join(JOB_FILE);
     let file = membership.origin.clone().unwrap_or(JobFile::Dumped);
     // What CRIU dumps it restores.
     let to = (file != JobFile::Dumped).then_some(copy.as_path());
-    let copied = parts.driver.copy_job_file(&membership.job, to, limits.checkpoint);
+    let copied = parts.driver.copy_job_file(&membership.job, to, STATE);
     let copied = copied.map_err(JobError::Helper)?;
     let Copied { bytes, sha256 } = copied;
     Ok(manifest::Job { bytes, sha256, file })
@@ -349,7 +359,8 @@ fn await_resume(
 /// It was running and runs on.
 fn go_on(parts: &mut Parts<'_>, request: &Request<'_>, entry: &Entry) -> Result<(), Failure> {
     match bring_back(parts, entry, Goal::Running, Thaw::Freezer, &request.limits) {
-        Ok(()) => {
+        Ok(Back::LockPending) => Ok(()),
+        Ok(Back::Whole) => {
             forget(parts, entry);
             Ok(())
         }

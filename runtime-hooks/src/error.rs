@@ -207,6 +207,15 @@ pub enum Cause {
         /// The driver's words.
         error: DriverError,
     },
+    /// It was killed, or came to its end by itself.
+    #[error(
+        "{who}: ended while the container was being checkpointed, and would not be in the image; try again \
+         if the container goes on without it"
+    )]
+    Ended {
+        /// Which process.
+        who: Who,
+    },
     /// CUDA appeared in a new process all the time.
     #[error("{who}: began to use CUDA while the container was being suspended")]
     Appeared {

@@ -20,14 +20,15 @@ const ATTEMPTS: u32 = 3;
 /// A lock whose caller was lost is granted when the work in flight ends, after its time and after
 /// the state was read as RUNNING (measured on 580). A second one is granted after the first, so
 /// when it is back none is pending. All others are RUNNING meanwhile, and with `held` threads they
-/// are let go as far as it takes: the work may wait for them.
+/// are let go as far as it takes: the work may wait for them. Whether one is still pending then: it
+/// takes longer than `timeout`.
 pub(crate) fn outlast_lost_locks(
     parts: &mut Parts<'_>,
     entry: &Entry,
     cuda: &[CudaProcess],
     held: bool,
     timeout: Duration,
-) -> Result<(), Cause> {
+) -> Result<bool, Cause> {
     let deadline = Instant::now() + timeout;
     let last = |process: &CudaProcess| entry.locked_last.is_none_or(|id| id == process.process.id);
     let mut pending: Vec<CudaProcess> = cuda
@@ -65,8 +66,12 @@ pub(crate) fn outlast_lost_locks(
         pending.retain(|process| !asked.contains(&process.pid()) || not_ready(process));
         let Some(waits) = pending.iter().find(|process| not_ready(process)) else { continue };
         if Instant::now() >= deadline {
-            let pid = waits.pid();
-            tracing::warn!(pid, "a lock whose caller was lost may still be granted later");
+            let (container, pid) = (&entry.container, waits.pid());
+            tracing::warn!(
+                container,
+                pid,
+                "a lock whose caller was lost may still be granted later; the next operation waits again"
+            );
             break;
         }
         if held && attempts == 1 {
@@ -82,7 +87,7 @@ pub(crate) fn outlast_lost_locks(
         parts.holding().all(cuda, driver_runs)?;
         parts.hold.settle()?;
     }
-    Ok(())
+    Ok(!pending.is_empty())
 }
 
 /// 0 would mean no limit to the driver.

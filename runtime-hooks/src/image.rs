@@ -9,6 +9,7 @@ use stasis_config::manifest::JOB_FILE;
 use stasis_config::{Manifest, ManifestError};
 
 use crate::error::Cause;
+use crate::processes::Pid;
 
 /// The image of a checkpoint.
 pub trait Image {
@@ -18,6 +19,8 @@ pub trait Image {
     /// The dump begins: what we wrote for an earlier checkpoint is removed, so that a dump that fails
     /// half-way cannot be taken for whole.
     fn begin(&mut self) -> Result<(), Cause>;
+    /// Whether CRIU has written the process with this pid inside.
+    fn has_process(&self, inner_pid: Pid) -> bool;
     /// Returns once all that CRIU wrote is on the disk.
     fn sync(&mut self) -> Result<(), Cause>;
     /// Writes the manifest, last of all.
@@ -43,6 +46,10 @@ impl ImageDirectory {
 }
 
 impl Image for ImageDirectory {
+    fn has_process(&self, inner_pid: Pid) -> bool {
+        self.0.join(format!("core-{inner_pid}.img")).is_file()
+    }
+
     fn prepare(&mut self) -> Result<(), Cause> {
         fs::DirBuilder::new()
             .recursive(true)

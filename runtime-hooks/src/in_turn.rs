@@ -52,8 +52,6 @@ pub(crate) fn lock(
 ) -> Result<(), Cause> {
     let mut turns = Turns { cuda, locked: BTreeSet::new(), round: 0, frozen: entry.frozen };
     turns.hold(parts)?;
-    // One is asked at a time: only a call without an answer can leave a lock pending.
-    entry.locking = false;
     let mut timeout = FIRST;
     loop {
         interruptible(parts)?;
@@ -137,6 +135,7 @@ impl Turns<'_> {
         let pid = process.pid();
         // Should this process be killed in the call, it is known who may be locked later.
         entry.locked_last = Some(process.process.id);
+        entry.locking = true;
         parts.journal.save(entry)?;
         let (mut let_go, mut let_out) = (Ok(()), false);
         let may_run = !self.frozen || self.round > 1;
@@ -155,8 +154,10 @@ impl Turns<'_> {
                 false => self.keep(other),
             });
         });
-        let_go?;
         let answer = answer.into_values().next().unwrap_or(Ok(()));
+        // Only a call without an answer can leave a lock pending.
+        entry.locking = answer.as_ref().is_err_and(|error| error.code().is_none());
+        let_go?;
         let ready = match &answer {
             Ok(()) => true,
             Err(error) => match error.code() {
@@ -164,8 +165,7 @@ impl Turns<'_> {
                 // It may be locked already; the state tells.
                 Some(CudaError::ILLEGAL_STATE) => true,
                 _ if !parts.processes.alive(process.process.id) => true,
-                code => {
-                    entry.locking |= code.is_none();
+                _ => {
                     return Err(Cause::Driver { who: process.who(), error: error.clone() });
                 }
             },

@@ -93,6 +93,10 @@ pub trait Processes {
 
     /// Whether the process still runs: not ended, no zombie, and not another one of that pid.
     fn alive(&self, id: ProcessId) -> bool;
+
+    /// Whether the process has ended, or is about to: it has no memory any more, or was killed and is
+    /// frozen. What is dumped of it ends right after its restore.
+    fn ending(&self, id: ProcessId) -> bool;
 }
 
 /// The list could not be read.
@@ -236,6 +240,19 @@ impl Stat {
     }
 }
 
+/// By its /proc/PID/status.
+fn is_ending(status: &[u8]) -> bool {
+    let has_memory = field(status, "VmSize").is_some();
+    let killed = |name| {
+        let pending = field(status, name).and_then(|bits| u64::from_str_radix(&bits, 16).ok());
+        pending.is_some_and(|bits| bits & SIGKILL != 0)
+    };
+    !has_memory || killed("ShdPnd") || killed("SigPnd")
+}
+
+/// Its bit in a set of signals.
+const SIGKILL: u64 = 1 << (nix::libc::SIGKILL - 1);
+
 /// A field of /proc/PID/status.
 fn field(status: &[u8], name: &str) -> Option<String> {
     status.split(|&byte| byte == b'\n').find_map(|line| {
@@ -295,6 +312,11 @@ impl Processes for CgroupProcesses {
 
     fn alive(&self, id: ProcessId) -> bool {
         start_time(id.pid) == Some(id.start_time)
+    }
+
+    fn ending(&self, id: ProcessId) -> bool {
+        let status = fs::read(format!("/proc/{}/status", id.pid)).unwrap_or_default();
+        !self.alive(id) || is_ending(&status)
     }
 }
 

@@ -1,7 +1,7 @@
 //! What follows a checkpoint in another process: Resume of a paused container whose CUDA is
 //! checkpointed, and repair of what a killed operation left behind.
 
-use crate::bring_back::{Goal, Thaw, bring_back, fail, forget, kill, log_of, unlock_network};
+use crate::bring_back::{Back, Goal, Thaw, bring_back, fail, forget, kill, log_of, unlock_network};
 use crate::error::{Cause, Failure, Left, Phase};
 use crate::journal::{Entry, Stage};
 use crate::parts::{Limits, Parts};
@@ -16,7 +16,8 @@ pub fn resume(parts: &mut Parts<'_>, entry: &Entry, limits: &Limits) -> Result<(
         unlock_network(parts);
     }
     let brought = bring_back(parts, entry, Goal::Running, Thaw::Runtime, limits);
-    let result = brought.map_err(|cause| {
+    let pending = matches!(brought, Ok(Back::LockPending));
+    let result = brought.map(drop).map_err(|cause| {
         let not_back = Cause::not_back(&cause);
         let log = log_of(&cause);
         let left = kill(parts, entry, cause);
@@ -25,7 +26,9 @@ pub fn resume(parts: &mut Parts<'_>, entry: &Entry, limits: &Limits) -> Result<(
         let image = image_is_whole.then(|| entry.image.clone());
         Failure { operation: "resume", container, phase: Phase::Resume, cause, left, image, log }
     });
-    forget(parts, entry);
+    if !pending {
+        forget(parts, entry);
+    }
     result
 }
 
@@ -45,7 +48,8 @@ pub fn repair(
     unlock_network(parts);
     let goal = if entry.frozen { Goal::Paused } else { Goal::Running };
     match bring_back(parts, entry, goal, Thaw::Freezer, limits) {
-        Ok(()) => {
+        Ok(Back::LockPending) => Ok(()),
+        Ok(Back::Whole) => {
             forget(parts, entry);
             Ok(())
         }

@@ -96,11 +96,30 @@ pub fn suspend(
     progress.enter(Phase::Freeze);
     parts.freezer.freeze()?;
     parts.hold.release();
+    forget_ended(parts.processes, cuda, entry.job.is_some())?;
     // `runc exec` may have brought a process into the container meanwhile.
     match newcomers(parts, cuda)?.first() {
         Some(new) => Err(Cause::Appeared { who: new.who() }),
         None => Ok(()),
     }
+}
+
+/// One that has ended since it was found is in no image. In a job it stands in the job file, and the
+/// others cannot be restored without it.
+fn forget_ended(
+    processes: &dyn Processes,
+    cuda: &mut Vec<CudaProcess>,
+    in_job: bool,
+) -> Result<(), Cause> {
+    if let Some(ended) = cuda.iter().find(|process| {
+        let id = process.process.id;
+        // Killed and frozen, it is in the image and has no future.
+        processes.ending(id) && (in_job || processes.alive(id))
+    }) {
+        return Err(Cause::Ended { who: ended.who() });
+    }
+    cuda.retain(|process| processes.alive(process.process.id));
+    if cuda.is_empty() { Err(Cause::Gone) } else { Ok(()) }
 }
 
 /// The order in which a job's members are locked, checkpointed, and later restored and unlocked. By

@@ -11,7 +11,7 @@
 
 use std::time::Duration;
 
-use crate::bring_back::{Goal, Thaw, bring_back, fail, forget, kill, log_of, processes_of};
+use crate::bring_back::{Back, Goal, Thaw, bring_back, fail, forget, kill, log_of, processes_of};
 use crate::checkpoint::require_actions;
 use crate::container::Container;
 use crate::cuda::{CudaState, DriverFacts};
@@ -185,7 +185,8 @@ pub fn resume(
     progress.enter(Phase::CudaRestore);
     let goal = if under_way.frozen { Goal::Paused } else { Goal::Running };
     match bring_back(parts, &under_way, goal, Thaw::Freezer, limits) {
-        Ok(()) => {
+        Ok(Back::LockPending) => Ok(()),
+        Ok(Back::Whole) => {
             forget(parts, &under_way);
             Ok(())
         }

@@ -482,3 +482,49 @@ fn a_journal_of_an_earlier_container_is_only_removed() {
     world.run(|parts| repair(parts, &entry, other, &World::limits())).unwrap();
     assert!(world.log().is_empty() && world.with(|state| state.entry.is_none()));
 }
+
+/// Without a word to anybody, at any moment: the memory of a GPU takes its time.
+#[test]
+fn a_process_that_ends_meanwhile_is_in_the_manifest_only_if_it_is_in_the_image() {
+    for call in ["lock", "states", "checkpoint", "freeze", "begin", "dump", "sync"] {
+        for after in [After::LeaveRunning, EXIT, After::Exit { by_criu: true }] {
+            let world = World::new(2, false);
+            world.with(|state| state.deaths.push((call, 102)));
+            let allowed = Annotations { multi_process: true, ..Annotations::default() };
+            let done = world.run(|parts| {
+                let cuda = discover(parts).unwrap();
+                asked(after, &allowed, |request| checkpoint(parts, request, cuda))
+            });
+            let what = format!("{call} {after:?}");
+            match done {
+                Ok(()) => {
+                    let manifest = world.with(|state| state.manifest.clone()).unwrap();
+                    let named: Vec<_> = manifest.processes.iter().map(|p| p.pid).collect();
+                    let dumped = world.with(|state| state.dumped.clone());
+                    assert!(named.iter().all(|pid| dumped.contains(pid)), "{what}: {named:?}");
+                    assert!(named.contains(&2), "{what}: the other is in it");
+                }
+                Err(failure) => {
+                    assert!(matches!(failure.left, Left::Running), "{what}: {failure}");
+                    assert_eq!(world.states(), [CudaState::Running], "{what}");
+                    world.with(|state| assert!(!state.image_is_whole, "{what}"));
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn one_that_was_killed_and_is_frozen_has_no_future_in_an_image() {
+    for frozen in [false, true] {
+        let world = World::new(2, frozen);
+        world.with(|state| state.doomed.push(102));
+        let allowed = Annotations { multi_process: true, ..Annotations::default() };
+        let failure = world.run(|parts| {
+            let cuda = discover(parts).unwrap();
+            asked(EXIT, &allowed, |request| checkpoint(parts, request, cuda)).unwrap_err()
+        });
+        assert!(failure.to_string().contains("pid 102 (p102): ended while"), "{failure}");
+        assert!(!world.with(|state| state.image_is_whole));
+    }
+}

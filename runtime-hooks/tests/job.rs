@@ -363,30 +363,34 @@ fn killed_after_each_call(frozen: bool, world: impl Fn() -> World) {
     panic!("it never ended");
 }
 
+/// What is noted of an operation that was killed in the lock of the first, which is pending.
+fn lost_lock(world: &World, frozen: bool) -> Entry {
+    let job = world.run(|parts| {
+        let cuda = discover(parts).unwrap();
+        find(parts.driver, parts.processes, &cuda, INIT).unwrap().unwrap().job
+    });
+    let mut entry = Entry::new("c1", INIT, frozen, "/image".as_ref());
+    entry.job = Some(Membership { job, origin: Some(JobFile::Dumped) });
+    entry.locking = true;
+    entry.locked_last = Some(process(101, true).id);
+    let noted = |pid| Noted {
+        id: process(pid, true).id,
+        found: CudaState::Running,
+        uses: GpuUse::default(),
+    };
+    entry.processes = [101, 102].map(noted).into();
+    world.with(|state| state.late = vec![101]);
+    entry
+}
+
 #[test]
 fn a_lost_lock_that_waits_for_the_others_is_outlasted() {
     for frozen in [false, true] {
         // The first is ahead: its lock, whose caller was killed, is granted when the other has
         // launched the same.
         let world = ranks(&[5, 4], frozen);
-        let job = world.run(|parts| {
-            let cuda = discover(parts).unwrap();
-            find(parts.driver, parts.processes, &cuda, INIT).unwrap().unwrap().job
-        });
-        let mut entry = Entry::new("c1", INIT, frozen, "/image".as_ref());
-        entry.job = Some(Membership { job, origin: Some(JobFile::Dumped) });
-        entry.locking = true;
-        entry.locked_last = Some(process(101, true).id);
-        let noted = |pid| Noted {
-            id: process(pid, true).id,
-            found: CudaState::Running,
-            uses: GpuUse::default(),
-        };
-        entry.processes = [101, 102].map(noted).into();
-        world.with(|state| {
-            state.late = vec![101];
-            state.ranks_run = true;
-        });
+        let entry = lost_lock(&world, frozen);
+        world.with(|state| state.ranks_run = true);
         world.run(|parts| repair(parts, &entry, INIT, &World::limits())).unwrap();
         assert_eq!(world.states(), [CudaState::Running; 2]);
         world.with(|state| {
@@ -394,6 +398,62 @@ fn a_lost_lock_that_waits_for_the_others_is_outlasted() {
             assert_eq!(state.frozen, frozen);
         });
         assert!(asked_for(&world, "lock").iter().all(|pids| *pids == [101]));
+    }
+}
+
+#[test]
+fn who_is_killed_in_a_lock_has_noted_that_it_may_be_pending() {
+    let mut seen = 0;
+    for calls in 0..100 {
+        let world = World::new(2, false).in_job();
+        let done = world.cut_off_after(calls, || take(&world, After::LeaveRunning));
+        if done.is_some() {
+            assert_eq!(seen, 2);
+            return;
+        }
+        if world.log().last().is_none_or(|call| call != "lock") {
+            continue;
+        }
+        seen += 1;
+        let entry = world.with(|state| state.entry.clone()).unwrap();
+        world.with(|state| {
+            state.held.clear();
+            state.joined = None;
+            // What the driver does with such a lock later.
+            state.late = vec![entry.locked_last.unwrap().pid];
+        });
+        world.run(|parts| repair(parts, &entry, INIT, &World::limits())).unwrap();
+        assert!(world.with(|state| state.late.is_empty()), "after {calls} calls");
+        assert_eq!(world.states(), [CudaState::Running; 2], "after {calls} calls");
+    }
+    panic!("it never ended");
+}
+
+#[test]
+fn a_lost_lock_that_takes_longer_is_left_to_the_next_operation() {
+    for frozen in [false, true] {
+        let world = ranks(&[5, 4], frozen);
+        let entry = lost_lock(&world, frozen);
+        world.run(|parts| repair(parts, &entry, INIT, &World::limits())).unwrap();
+        assert_eq!(world.with(|state| state.late.clone()), [101], "it is still pending");
+        assert_eq!(world.with(|state| state.frozen), frozen);
+        let entry = world.with(|state| state.entry.clone()).unwrap();
+        assert!(entry.locking && entry.frozen == frozen, "{entry:?}");
+        world.with(|state| state.ranks_run = true);
+        world.run(|parts| repair(parts, &entry, INIT, &World::limits())).unwrap();
+        assert!(world.with(|state| state.late.is_empty() && state.entry.is_none()));
+        assert_eq!(world.states(), [CudaState::Running; 2]);
+    }
+}
+
+#[test]
+fn a_member_that_ends_meanwhile_fails_the_checkpoint() {
+    for call in ["lock", "checkpoint", "freeze", "dump"] {
+        let world = World::new(2, false).in_job();
+        world.with(|state| state.deaths.push((call, 102)));
+        let failure = take(&world, EXIT).unwrap_err();
+        assert!(failure.to_string().contains("pid 102 (p102): ended while"), "{call}: {failure}");
+        assert_eq!(world.states(), [CudaState::Running], "{call}");
     }
 }
 

@@ -71,7 +71,7 @@ pub struct Named {
     pub way: Way,
     /// Its path in the container; none for a file that has no name, such as a memfd.
     pub path: Option<String>,
-    /// Permission bits.
+    /// Permission bits, those beyond 0777 as well.
     pub mode: u32,
     /// Owner, as the host sees it.
     pub uid: u32,

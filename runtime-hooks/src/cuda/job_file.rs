@@ -80,7 +80,7 @@ fn resolve(
             file: reached.identity(),
             way,
             path,
-            mode: reached.metadata.mode() & 0o777,
+            mode: reached.metadata.mode() & 0o7777,
             uid: reached.metadata.uid(),
             gid: reached.metadata.gid(),
         })),

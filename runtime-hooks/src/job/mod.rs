@@ -193,7 +193,7 @@ pub fn find(
             None => None,
         };
         match (answer, &mut found) {
-            (None, _) if !processes.alive(process.process.id) => {}
+            (None, _) if processes.ending(process.process.id) => {}
             (None, _) => {
                 outside.get_or_insert(who);
             }
@@ -259,6 +259,13 @@ impl Found {
             spec::LiesOn::OwnTmpfs => Ok(JobFile::Dumped),
             spec::LiesOn::Rootfs => {
                 let Named { mode, uid, gid, .. } = self.named;
+                if mode > 0o777 {
+                    let named = self.named.named.clone();
+                    let reason =
+                        format!("has the mode {mode:04o}: no set-id or sticky bits, please");
+                    let why = Unusable { named, reason };
+                    return Err(JobError::Unusable { who: self.who.clone(), why });
+                }
                 Ok(JobFile::Rootfs { path: path.clone(), mode, uid, gid })
             }
             spec::LiesOn::Outside => {

@@ -198,7 +198,7 @@ pub(super) fn resume(context: &Context<'_>) -> anyhow::Result<ExitCode> {
         match context.become_runtime()? {}
     };
     let mut tools = Tools::new(context, journal)?;
-    let limits = Limits::new(&context.config.cuda, None);
+    let limits = limits_of(context, &container);
     let processes = CgroupProcesses::new(&container.cgroup.directory, container.init.pid)
         .map_err(|error| untouched(context, "resume", error.into()))?;
     let mut world = World::of(&container, processes, &mut tools);
@@ -439,7 +439,7 @@ impl<'a> World<'a> {
 
     /// Puts right what a killed operation left behind.
     fn put_right(&mut self, context: &Context<'_>, entry: &Entry) -> anyhow::Result<()> {
-        let limits = Limits::new(&context.config.cuda, None);
+        let limits = limits_of(context, &self.container);
         let init = self.container.init;
         resume::repair(&mut self.parts(), entry, init, &limits)?;
         Ok(())
@@ -475,6 +475,13 @@ enum Before {
     Parked(Entry),
     /// Suspended by `stasis suspend`.
     Suspended(Entry),
+}
+
+/// As its owner has it. What this host does not allow any more counts for nothing: an operation that
+/// began is ended.
+fn limits_of(context: &Context<'_>, container: &Container) -> Limits {
+    let annotations = annotations(context, &container.bundle).unwrap_or_default();
+    Limits::new(&context.config.cuda, annotations.lock_timeout)
 }
 
 fn annotations(context: &Context<'_>, bundle: &Path) -> Result<Annotations, Cause> {

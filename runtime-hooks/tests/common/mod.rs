@@ -79,6 +79,12 @@ pub struct State {
     pub late: Vec<Pid>,
     /// A lock is waited for.
     pub locks_are_requested: bool,
+    /// These processes end when the named call is made.
+    pub deaths: Vec<(&'static str, Pid)>,
+    /// Killed, and frozen before they could end.
+    pub doomed: Vec<Pid>,
+    /// The pids inside of what is in the image.
+    pub dumped: Vec<Pid>,
     /// The container is killed by somebody else while it is dumped.
     pub killed_in_dump: bool,
     /// How many more calls are made before the operation is cut off.
@@ -153,6 +159,9 @@ impl World {
             granted_late: false,
             late: Vec::new(),
             locks_are_requested: false,
+            deaths: Vec::new(),
+            doomed: Vec::new(),
+            dumped: Vec::new(),
             killed_in_dump: false,
             calls_left: None,
             ranks: false,
@@ -267,6 +276,10 @@ impl World {
             if state.jobs_change_at == Some(call) {
                 state.jobs.values_mut().for_each(|number| *number += 1);
             }
+            let dead: Vec<Pid> =
+                state.deaths.extract_if(.., |(at, _)| *at == call).map(|(_, pid)| pid).collect();
+            state.processes.retain(|process| !dead.contains(&process.id.pid));
+            state.cuda.retain(|pid, _| !dead.contains(pid));
             let mut born = Vec::new();
             state.births.retain_mut(|(at, skip, process)| {
                 if *at != call {
@@ -654,6 +667,10 @@ impl Processes for World {
     fn alive(&self, id: ProcessId) -> bool {
         self.with(|state| state.processes.iter().any(|process| process.id == id))
     }
+
+    fn ending(&self, id: ProcessId) -> bool {
+        !self.alive(id) || self.with(|state| state.doomed.contains(&id.pid))
+    }
 }
 
 impl Runtime for World {
@@ -677,6 +694,7 @@ impl Runtime for World {
                 "CRIU cannot dump a process that holds a GPU: {:?}",
                 state.cuda
             );
+            state.dumped = state.processes.iter().map(|process| process.inner_pid).collect();
             if !leave_running {
                 state.processes.clear();
                 state.cuda.clear();
@@ -720,6 +738,10 @@ fn image_error() -> Cause {
 }
 
 impl Image for World {
+    fn has_process(&self, inner_pid: Pid) -> bool {
+        self.with(|state| state.dumped.contains(&inner_pid))
+    }
+
     fn prepare(&mut self) -> Result<(), Cause> {
         if self.note("prepare").is_some() { Err(image_error()) } else { Ok(()) }
     }

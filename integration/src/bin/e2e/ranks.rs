@@ -1,11 +1,14 @@
 //! Several processes with CUDA that wait for each other.
 
-use std::time::Duration;
+use std::thread;
+use std::time::{Duration, Instant};
 
-use anyhow::{Result, ensure};
+use anyhow::{Context as _, Result, anyhow, ensure};
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
 use stasis_integration::case::{Case, Container};
 use stasis_integration::ctr::{Checkpoint, Status};
-use stasis_integration::{command, wait};
+use stasis_integration::{command, processes, wait};
 
 use crate::killed::{Striker, joined};
 use crate::{Test, consecutive};
@@ -22,6 +25,8 @@ pub(crate) fn tests() -> Vec<Test> {
         Test::new("refused_without_annotation", refused_without_annotation),
         Test::new("direct", |case| direct(case, ALLOW)),
         Test::new("paused_stay_paused", paused_stay_paused),
+        Test::new("one_ends_meanwhile", |case| one_ends(case, ALLOW)),
+        Test::new("one_ends_meanwhile_in_a_job", |case| one_ends(case, JOB)),
         // Its members are locked one after the other.
         Test::new("in_a_job_direct", |case| direct(case, JOB)),
         Test::new("in_a_job_paused_come_to_rest", paused_in_a_job),
@@ -102,6 +107,56 @@ fn paused_stay_paused(case: &Case) -> Result<()> {
     ensure!(steps(case, &id)? == before, "a paused rank made a step");
     case.ctr().resume(&id)?;
     advance(case, &id)
+}
+
+/// One of them is killed as soon as its memory is on the host, as by a lack of memory. Either the
+/// checkpoint fails and the others go on, or what it has made can be restored.
+fn one_ends(case: &Case, annotation: &str) -> Result<()> {
+    for round in 0..4 {
+        let id = start(case, &["--independent"], Some(annotation))?;
+        let last = last_rank(case, &id)?;
+        let image = format!("checkpoint/{id}:1");
+        let killer = thread::spawn(move || -> Result<()> {
+            let devices =
+                || processes::open_files(last).iter().any(|f| f.starts_with("/dev/nvidia0"));
+            ensure!(devices(), "it has no GPU");
+            let end = Instant::now() + LIMIT;
+            while devices() && Instant::now() < end {}
+            Ok(kill(last, Signal::SIGKILL)?)
+        });
+        let made = case.ctr().checkpoint_container(&id, &image);
+        killer.join().map_err(|_| anyhow!("a thread panicked"))??;
+        let what = format!("round {round}: {made:?}");
+        match made {
+            Ok(()) => {
+                case.remove(&id)?;
+                case.ctr().restore(&id, &image).context(what.clone())?;
+            }
+            Err(error) => {
+                let said = format!("{error:#}");
+                ensure!(said.contains("stasis: checkpoint of container"), "{what}: {said}");
+            }
+        }
+        case.expect_status(&id, Status::Running).context(what.clone())?;
+        let others = || Ok::<_, anyhow::Error>(steps(case, &id)?[..RANKS - 1].to_vec());
+        let before = others()?;
+        wait::until("a step of each of the others", Duration::from_secs(10), || {
+            let now = others()?;
+            Ok(now.iter().zip(&before).all(|(now, before)| now > before).then_some(()))
+        })
+        .context(what)?;
+        case.remove(&id)?;
+        let _ = case.ctr().remove_image(&image);
+    }
+    Ok(())
+}
+
+/// A process of the container that is not its init.
+fn last_rank(case: &Case, id: &str) -> Result<Pid> {
+    let init = case.pid(id)?;
+    let ranks = processes::of_binary("ranks");
+    let own = ranks.into_iter().filter(|&pid| processes::parent(pid) == Some(init));
+    own.max().context("no rank")
 }
 
 /// Killed while one is waited for: its lock would be granted later, and nobody would be there to
