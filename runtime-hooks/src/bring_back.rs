@@ -60,6 +60,7 @@ pub fn bring_back(
     let deadline = Instant::now() + limits.restore;
     let mut attempts = 0;
     parts.driver.join(entry.in_job());
+    parts.driver.map_devices(&entry.device_map);
     loop {
         attempts += 1;
         let cause = match attempt(parts, entry, goal, thaw, limits) {
@@ -121,7 +122,8 @@ fn attempt(
             parts.hold.settle()?;
         }
         let in_job = entry.job.is_some();
-        give_back::restore(parts.driver, parts.processes, &cuda, in_job, limits.restore)?;
+        let how = give_back::How { in_job, mapped: !entry.device_map.is_empty() };
+        give_back::restore(parts.driver, parts.processes, &cuda, how, limits.restore)?;
         give_back::unlock(parts.driver, parts.processes, &cuda, limits.restore)?;
         if entry.locking {
             if give_back::outlast_lost_locks(parts, entry, &cuda, hold, limits.lock)? {
@@ -312,7 +314,7 @@ pub(crate) fn processes_of(
     for process in &mut cuda {
         if let Some(noted) = entry.processes.iter().find(|noted| noted.id == process.process.id) {
             process.found = Some(noted.found);
-            process.uses = noted.uses.clone();
+            process.uses = entry.device_map.place(&noted.uses);
         }
     }
     Ok(cuda)

@@ -216,6 +216,17 @@ pub enum Cause {
         /// Which process.
         who: Who,
     },
+    /// The driver does not restore onto these GPUs.
+    #[error(
+        "{who}: {error}: the driver does not restore it onto the other GPUs; they have to be of the same \
+         chip, and the container has to have their device nodes and may use them"
+    )]
+    NotThere {
+        /// Which process.
+        who: Who,
+        /// The driver's words.
+        error: DriverError,
+    },
     /// CUDA appeared in a new process all the time.
     #[error("{who}: began to use CUDA while the container was being suspended")]
     Appeared {

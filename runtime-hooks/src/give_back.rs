@@ -123,13 +123,22 @@ fn wait_for_memory(
     }
 }
 
+/// What a refusal may mean.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct How {
+    /// The processes are members of a job.
+    pub(crate) in_job: bool,
+    /// They go to other GPUs than those that they came from.
+    pub(crate) mapped: bool,
+}
+
 /// From CHECKPOINTED to LOCKED, all that were not found CHECKPOINTED. Memory may be short because
 /// another job took it, and be free again in a moment; other errors are tried again a few times.
 pub(crate) fn restore(
     driver: &mut dyn Driver,
     processes: &dyn Processes,
     cuda: &[CudaProcess],
-    in_job: bool,
+    how: How,
     limit: Duration,
 ) -> Result<(), Cause> {
     let deadline = Instant::now() + limit;
@@ -157,8 +166,14 @@ pub(crate) fn restore(
             }
             return verify(driver, processes, &waiting, |_| CudaState::Locked, STATE);
         };
-        if error.code() == Some(CudaError::INVALID_VALUE) && !in_job && may_share(cuda) {
-            return Err(Cause::SharedLost { who, error });
+        if error.code() == Some(CudaError::INVALID_VALUE) {
+            // A refused list harms nothing, and another one can be tried (measured on 580).
+            if how.mapped {
+                return Err(Cause::NotThere { who, error });
+            }
+            if !how.in_job && may_share(cuda) {
+                return Err(Cause::SharedLost { who, error });
+            }
         }
         let passing = error.code() == Some(CudaError::OUT_OF_MEMORY);
         if Instant::now() >= deadline || (!passing && attempts >= ATTEMPTS) {

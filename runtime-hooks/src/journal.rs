@@ -18,6 +18,7 @@ use crate::cuda::{CudaState, GpuUse};
 use crate::job::Membership;
 use crate::parts::CudaProcess;
 use crate::processes::ProcessId;
+use crate::remap::DeviceMap;
 
 const VERSION: u32 = 1;
 
@@ -50,6 +51,9 @@ pub struct Entry {
     pub locked_last: Option<ProcessId>,
     /// The image of the checkpoint.
     pub image: PathBuf,
+    /// Onto which GPUs its memory goes back: pairs of UUIDs, empty for where it was.
+    #[serde(default)]
+    pub device_map: DeviceMap,
     /// What the container goes back to when the operation ends: it was suspended before, and stays so.
     #[serde(default)]
     pub suspended: Option<Box<Entry>>,
@@ -111,6 +115,7 @@ impl Entry {
             locking: false,
             locked_last: None,
             image: image.to_owned(),
+            device_map: DeviceMap::new(),
             suspended: None,
         }
     }

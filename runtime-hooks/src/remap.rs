@@ -6,11 +6,13 @@
 //! what its config.json gives it; nothing else is offered to the driver.
 
 use std::collections::BTreeSet;
+use std::ops::Deref;
 
 use oci_spec::runtime::Spec;
+use serde::{Deserialize, Serialize};
 
 use crate::cdi::node_of_card;
-use crate::cuda::Gpu;
+use crate::cuda::{Gpu, GpuUse};
 
 /// The first branch of the driver that restores on another GPU.
 pub const FIRST_BRANCH: u32 = 580;
@@ -26,8 +28,49 @@ pub struct Card {
     pub name: String,
 }
 
+impl From<&Gpu> for Card {
+    fn from(gpu: &Gpu) -> Self {
+        let path = gpu.minor.map(|minor| format!("/dev/nvidia{minor}")).unwrap_or_default();
+        Self { path, uuid: gpu.uuid.clone(), name: gpu.name.clone() }
+    }
+}
+
 /// Pairs of UUIDs, from where to where. Empty: all goes back to where it was.
-pub type DeviceMap = Vec<(String, String)>;
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(transparent)]
+pub struct DeviceMap(Vec<(String, String)>);
+
+impl DeviceMap {
+    /// All goes back to where it was.
+    #[must_use]
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// What a process uses, in its new place.
+    #[must_use]
+    pub fn place(&self, uses: &GpuUse) -> GpuUse {
+        let to = |uuid: &String| {
+            let pair = self.0.iter().find(|(from, _)| from == uuid);
+            pair.map_or_else(|| uuid.clone(), |(_, to)| to.clone())
+        };
+        GpuUse { gpus: uses.gpus.iter().map(|(uuid, bytes)| (to(uuid), *bytes)).collect() }
+    }
+}
+
+impl Deref for DeviceMap {
+    type Target = [(String, String)];
+
+    fn deref(&self) -> &Self::Target {
+        &self.0
+    }
+}
+
+impl FromIterator<(String, String)> for DeviceMap {
+    fn from_iter<T: IntoIterator<Item = (String, String)>>(pairs: T) -> Self {
+        Self(pairs.into_iter().collect())
+    }
+}
 
 /// The GPUs of this host of which a container has the nodes, by its config.json. Under whatever name: a
 /// node is known by its numbers.
@@ -50,7 +93,7 @@ pub fn plan(old: &[Card], new: &[Card], asked: &DeviceMap) -> Result<DeviceMap, 
     let mut free: Vec<&Card> = new.iter().collect();
     let mut map: Vec<(&Card, &Card)> = Vec::new();
     let mut left: Vec<&Card> = old.iter().collect();
-    for (from, to) in asked {
+    for (from, to) in asked.iter() {
         let Some(at) = left.iter().position(|card| card.uuid == *from) else {
             return Err(format!(
                 "GPU {from} is to be replaced, and the processes saw {}",
@@ -115,17 +158,11 @@ fn uuids<'a>(cards: impl Iterator<Item = &'a Card>) -> String {
     if list.is_empty() { "none".to_owned() } else { list.join(", ") }
 }
 
-/// The new place of a GPU.
-#[must_use]
-pub fn target<'a>(map: &'a DeviceMap, uuid: &'a str) -> &'a str {
-    map.iter().find(|(from, _)| from == uuid).map_or(uuid, |(_, to)| to)
-}
-
 /// Reads `OLD=NEW,…` as people write it. Each may be a UUID, the beginning of one, or its number in the
 /// list of `host`, as nvidia-smi numbers them. `old` may also be a GPU that this host does not have, by
 /// its whole UUID.
 pub fn parse(text: &str, host: &[Gpu]) -> Result<DeviceMap, String> {
-    let mut map = DeviceMap::new();
+    let mut map = Vec::new();
     for pair in text.split(',') {
         let Some((old, new)) = pair.split_once('=') else {
             return Err(format!("'{}' is not OLD=NEW", stasis_config::text::printable(pair, 128)));
@@ -142,7 +179,7 @@ pub fn parse(text: &str, host: &[Gpu]) -> Result<DeviceMap, String> {
             return Err("a GPU stands in it twice".to_owned());
         }
     }
-    Ok(map)
+    Ok(DeviceMap(map))
 }
 
 /// A GPU of this host, as people name it.
@@ -200,11 +237,7 @@ mod tests {
         Card { path: format!("/dev/{uuid}"), uuid: uuid.into(), name: name.into() }
     }
 
-    fn planned(
-        old: &[&str],
-        new: &[&str],
-        asked: &[(&str, &str)],
-    ) -> Result<Vec<(String, String)>, String> {
+    fn planned(old: &[&str], new: &[&str], asked: &[(&str, &str)]) -> Result<DeviceMap, String> {
         let cards = |list: &[&str]| list.iter().map(|uuid| card(uuid, "H200")).collect::<Vec<_>>();
         let asked = asked.iter().map(|(old, new)| ((*old).into(), (*new).into())).collect();
         plan(&cards(old), &cards(new), &asked)
@@ -247,8 +280,8 @@ mod tests {
         assert!(said.contains("product H200") && said.contains("same chip"), "{said}");
         let other = [card(B, "A100"), card(C, "H200")];
         let map = plan(&[card(A, "H200")], &other, &DeviceMap::new()).unwrap();
-        assert_eq!(map, [(A.to_owned(), C.to_owned())]);
-        let asked = vec![(A.to_owned(), B.to_owned())];
+        assert_eq!(map, pairs(&[(A, C)]));
+        let asked = pairs(&[(A, B)]);
         assert!(plan(&[card(A, "H200")], &other, &asked).unwrap_err().contains("same chip"));
     }
 
@@ -277,6 +310,13 @@ mod tests {
         for text in ["", "0", "0=1,0=1", "0=1,1=1", "GPU-0c=0", "0=9", &format!("0={C}")] {
             assert!(parse(text, &host).is_err(), "{text}");
         }
+    }
+
+    #[test]
+    fn memory_is_needed_in_the_new_place() {
+        let uses = GpuUse { gpus: vec![(A.into(), Some(7)), (C.into(), None)] };
+        let placed = pairs(&[(A, B), (B, A)]).place(&uses);
+        assert_eq!(placed.gpus, [(B.to_owned(), Some(7)), (C.to_owned(), None)]);
     }
 
     #[test]

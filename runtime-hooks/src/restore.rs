@@ -21,11 +21,12 @@ use crate::cuda::{CudaState, Driver, DriverFacts, GpuUse};
 use crate::error::{Cause, Failure, Left, Phase};
 use crate::give_back;
 use crate::job::{self, Found, JobError, Membership};
-use crate::journal::{Entry, Journal, Noted};
+use crate::journal::{Entry, Journal, Noted, Stage};
 use crate::parts::{CudaProcess, Limits, Progress};
 use crate::processes::{Pid, Process, ProcessId, Processes};
+use crate::remap::{self, Card, DeviceMap};
 use crate::runc::Runtime;
-use crate::suspend::STATE;
+use crate::suspend::{STATE, verify};
 
 /// The world outside, for a restore.
 pub struct RestoreParts<'a> {
@@ -85,6 +86,10 @@ pub struct Request<'a> {
     pub manifest: &'a Manifest,
     /// How long things may take.
     pub limits: Limits,
+    /// Which GPUs take the place of which, as the container's owner wrote it.
+    pub device_map: Option<&'a str>,
+    /// Whether the container begins suspended, without a GPU.
+    pub suspended: bool,
 }
 
 /// Restores. On success the container runs and its CUDA works.
@@ -99,15 +104,15 @@ pub fn restore(parts: &mut RestoreParts<'_>, request: &Request<'_>) -> Result<()
         left,
         image: None,
     };
-    let spec = match preflight(parts, request) {
-        Ok(spec) => spec,
+    let (spec, map) = match preflight(parts, request) {
+        Ok(ready) => ready,
         Err(cause) => {
             parts.container.put_back();
             parts.job.take_back();
             return Err(failure(progress.phase(), cause, Left::Untouched));
         }
     };
-    match run(parts, request, &spec, &mut progress) {
+    match run(parts, request, &spec, map, &mut progress) {
         Ok(()) => Ok(()),
         Err(cause) => {
             let left = remove(parts, progress.phase());
@@ -119,29 +124,79 @@ pub fn restore(parts: &mut RestoreParts<'_>, request: &Request<'_>) -> Result<()
 }
 
 /// All that can be refused before anything runs.
-fn preflight(parts: &mut RestoreParts<'_>, request: &Request<'_>) -> Result<Spec, Cause> {
+fn preflight(
+    parts: &mut RestoreParts<'_>,
+    request: &Request<'_>,
+) -> Result<(Spec, DeviceMap), Cause> {
+    let needs = |reason| Cause::Needs { path: request.image.to_owned(), reason };
+    let mut facts = DriverFacts::default();
     if !request.manifest.processes.is_empty() {
-        let facts = parts.driver.facts().map_err(Cause::NoDriver)?;
-        if let Some(reason) = missing_on_host(request.manifest, &facts) {
-            return Err(Cause::Needs { path: request.image.to_owned(), reason });
+        facts = parts.driver.facts().map_err(Cause::NoDriver)?;
+        if let Some(reason) = other_driver(request.manifest, &facts) {
+            return Err(needs(reason));
         }
     }
     // Last, because they write.
     parts.job.place(request.image, request.manifest.job.as_ref())?;
-    parts.container.complete(request.image, request.manifest)
+    let spec = parts.container.complete(request.image, request.manifest)?;
+    let map = devices(request, &facts, &spec).map_err(needs)?;
+    Ok((spec, map))
 }
 
-/// What the driver of this host lacks. A restored process goes on with the libcuda it has mapped,
-/// which works only with the kernel driver of the same version; and its memory goes back to the
-/// GPUs that it came from.
-fn missing_on_host(manifest: &Manifest, facts: &DriverFacts) -> Option<String> {
-    let made = &manifest.driver.version;
-    if let Some(here) = &facts.driver_version
-        && !made.is_empty()
-        && made != here
-    {
-        return Some(format!("it was made with driver {made}, and this host has {here}"));
+/// A restored process goes on with the libcuda it has mapped, which works only with the kernel driver
+/// of the same version.
+fn other_driver(manifest: &Manifest, facts: &DriverFacts) -> Option<String> {
+    let (made, here) = (&manifest.driver.version, facts.driver_version.as_ref()?);
+    (!made.is_empty() && made != here)
+        .then(|| format!("it was made with driver {made}, and this host has {here}"))
+}
+
+/// Onto which GPUs the image's memory goes: those that it came from if the new container has them, else
+/// what it has instead.
+fn devices(request: &Request<'_>, facts: &DriverFacts, spec: &Spec) -> Result<DeviceMap, String> {
+    let manifest = request.manifest;
+    let name = |uuid: &str| {
+        let gpu = manifest.gpus.iter().find(|gpu| gpu.uuid == uuid);
+        gpu.map(|gpu| gpu.name.clone()).unwrap_or_default()
+    };
+    let old: Vec<Card> = manifest
+        .gpu_nodes
+        .iter()
+        .map(|node| Card {
+            path: node.path.clone(),
+            uuid: node.uuid.clone(),
+            name: name(&node.uuid),
+        })
+        .collect();
+    let new = remap::cards(spec, &facts.gpus);
+    // Images of earlier versions; containers with all of the host's /dev.
+    if old.is_empty() || new.is_empty() {
+        return match (request.device_map, missing_on_host(manifest, facts)) {
+            (Some(_), _) if !manifest.processes.is_empty() => Err(
+                "annotation dev.stasis.device-map: which GPUs the image or the new container has is not \
+                 known from the manifest and config.json"
+                    .to_owned(),
+            ),
+            (_, Some(reason)) => Err(reason),
+            (_, None) => Ok(DeviceMap::new()),
+        };
     }
+    let asked = request.device_map.map(|text| remap::parse(text, &facts.gpus)).transpose();
+    let asked = asked.map_err(|why| format!("annotation dev.stasis.device-map: {why}"))?;
+    let map = remap::plan(&old, &new, &asked.unwrap_or_default())?;
+    if !map.is_empty() && facts.branch().is_some_and(|branch| branch < remap::FIRST_BRANCH) {
+        return Err(format!(
+            "its memory belongs on GPU {}, which the new container has not, and a driver before branch {} \
+             restores on no other",
+            old.iter().map(|card| card.uuid.as_str()).collect::<Vec<_>>().join(", "),
+            remap::FIRST_BRANCH
+        ));
+    }
+    Ok(map)
+}
+
+/// The GPUs that this host lacks.
+fn missing_on_host(manifest: &Manifest, facts: &DriverFacts) -> Option<String> {
     if facts.gpus.is_empty() {
         return None;
     }
@@ -158,6 +213,7 @@ fn run(
     parts: &mut RestoreParts<'_>,
     request: &Request<'_>,
     spec: &Spec,
+    map: DeviceMap,
     progress: &mut Progress,
 ) -> Result<(), Cause> {
     progress.enter(Phase::CriuRestore);
@@ -170,17 +226,26 @@ fn run(
 
     progress.enter(Phase::Match);
     let processes = processes.as_ref();
-    let cuda = match_processes(parts.driver, processes, request.manifest)?;
+    let mut cuda = match_processes(parts.driver, processes, request.manifest)?;
     let job = rejoin(parts, processes, &cuda, request.manifest, init, spec)?;
     let in_job = job.is_some();
     let mut entry = Entry::new(request.container, init, false, request.image);
     entry.job = job;
     entry.processes = cuda.iter().map(Noted::from).collect();
+    entry.device_map = map;
     parts.journal.save(&entry)?;
     interruptible(parts)?;
+    if request.suspended && !cuda.is_empty() {
+        return leave_suspended(parts, processes, &cuda, entry);
+    }
+    parts.driver.map_devices(&entry.device_map);
+    for process in &mut cuda {
+        process.uses = entry.device_map.place(&process.uses);
+    }
+    let how = give_back::How { in_job, mapped: !entry.device_map.is_empty() };
 
     progress.enter(Phase::CudaRestore);
-    give_back::restore(parts.driver, processes, &cuda, in_job, request.limits.restore)?;
+    give_back::restore(parts.driver, processes, &cuda, how, request.limits.restore)?;
 
     progress.enter(Phase::Unlock);
     give_back::unlock(parts.driver, processes, &cuda, request.limits.restore)?;
@@ -189,6 +254,18 @@ fn run(
     }
     parts.journal.clear()?;
     Ok(())
+}
+
+/// As after `stasis suspend`: `stasis resume` gives it a GPU.
+fn leave_suspended(
+    parts: &mut RestoreParts<'_>,
+    processes: &dyn Processes,
+    cuda: &[CudaProcess],
+    mut entry: Entry,
+) -> Result<(), Cause> {
+    verify(parts.driver, processes, cuda, |_| CudaState::Checkpointed, STATE)?;
+    entry.stage = Stage::Suspended;
+    Ok(parts.journal.save(&entry)?)
 }
 
 /// The driver restores members with the job file as it was when all were CHECKPOINTED, and with

@@ -20,6 +20,7 @@ use crate::error::{Cause, Failure, Left, Phase};
 use crate::job::{self, Membership};
 use crate::journal::{Entry, Noted, Stage};
 use crate::parts::{CudaProcess, Limits, Parts, Progress};
+use crate::remap::DeviceMap;
 use crate::suspend::{STATE, check, verify};
 
 /// A suspension that is asked for.
@@ -155,16 +156,18 @@ pub fn found(
     Ok(Some(entry))
 }
 
-/// Gives the container of `entry`, which is suspended, its CUDA back. If that fails it is suspended as
+/// Gives the container of `entry`, which is suspended, its CUDA back, on other GPUs if `map` says so. If that fails it is suspended as
 /// before and can be resumed later, unless the driver has lost what it had.
 pub fn resume(
     parts: &mut Parts<'_>,
     entry: &Entry,
+    map: DeviceMap,
     limits: &Limits,
     progress: &mut Progress,
 ) -> Result<(), Failure> {
     const OPERATION: &str = "resume";
     let mut under_way = entry.clone();
+    under_way.device_map = map;
     under_way.stage = Stage::Suspending;
     let begun = parts.freezer.frozen().map_err(Cause::from).and_then(|frozen| {
         under_way.frozen = frozen;

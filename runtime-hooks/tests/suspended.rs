@@ -11,6 +11,7 @@ use stasis_hooks::discover::discover;
 use stasis_hooks::error::{Cause, Failure, Left, Phase};
 use stasis_hooks::journal::{Entry, Stage};
 use stasis_hooks::parts::Progress;
+use stasis_hooks::remap::DeviceMap;
 use stasis_hooks::resume;
 use stasis_hooks::suspended::{self, Request};
 
@@ -37,7 +38,9 @@ fn suspend(world: &World) -> Result<(), Failure> {
 fn resume(world: &World) -> Result<(), Failure> {
     let entry = entry(world).unwrap();
     let mut progress = Progress::new(Phase::Preflight);
-    world.run(|parts| suspended::resume(parts, &entry, &World::limits(), &mut progress))
+    world.run(|parts| {
+        suspended::resume(parts, &entry, entry.device_map.clone(), &World::limits(), &mut progress)
+    })
 }
 
 fn entry(world: &World) -> Option<Entry> {
@@ -306,7 +309,17 @@ fn what_was_suspended_by_other_means_is_found() {
     });
     let entry = found(&world).unwrap();
     let mut progress = Progress::new(Phase::Preflight);
-    world.run(|parts| suspended::resume(parts, &entry, &World::limits(), &mut progress)).unwrap();
+    world
+        .run(|parts| {
+            suspended::resume(
+                parts,
+                &entry,
+                entry.device_map.clone(),
+                &World::limits(),
+                &mut progress,
+            )
+        })
+        .unwrap();
     runs(&world, false);
 }
 
@@ -317,5 +330,58 @@ fn members_of_a_job_are_suspended_and_resumed_in_it() {
     is_suspended(&world, false);
     world.with(|state| state.joined = None);
     resume(&world).unwrap();
+    runs(&world, false);
+}
+
+#[test]
+fn a_restored_container_may_begin_suspended() {
+    let manifest = stasis_config::Manifest {
+        version: stasis_config::manifest::VERSION,
+        driver: stasis_config::manifest::Driver { version: "580.1".into(), cuda: 13000 },
+        processes: vec![stasis_config::manifest::Process {
+            pid: 2,
+            command: "p2".into(),
+            gpus: vec!["GPU-0".into()],
+            device_bytes: Some(100),
+            ..stasis_config::manifest::Process::default()
+        }],
+        ..stasis_config::Manifest::default()
+    };
+    let world = World::restored(1);
+    common::restore_as(&world, &manifest, true).unwrap();
+    is_suspended(&world, false);
+    let noted = entry(&world).unwrap().processes.remove(0);
+    assert_eq!(noted.uses.gpus, [("GPU-0".to_owned(), Some(100))]);
+    resume(&world).unwrap();
+    runs(&world, false);
+    // One whose CUDA is not as the dump left it is not said to be suspended.
+    let world = World::new(1, false);
+    let failure = common::restore_as(&world, &manifest, true).unwrap_err();
+    assert!(matches!(failure.left, Left::Removed), "{failure}");
+}
+
+#[test]
+fn it_goes_to_another_gpu_if_there_is_room() {
+    let to_other = || DeviceMap::from_iter([("GPU-0".to_owned(), "GPU-1".to_owned())]);
+    let world = suspended_world(1, false);
+    let suspended = entry(&world).unwrap();
+    let resume_onto = |map: DeviceMap| {
+        let mut progress = Progress::new(Phase::Preflight);
+        world
+            .run(|parts| suspended::resume(parts, &suspended, map, &World::limits(), &mut progress))
+    };
+    // The world's GPU-0 has no room, and GPU-1 is not told about.
+    world.with(|state| state.faults.push(("free", Fault::Error(1), 1000)));
+    let failure = resume_onto(DeviceMap::new()).unwrap_err();
+    assert!(matches!(failure.cause, Cause::NoRoom { .. }), "{failure}");
+    // A refused list is no loss.
+    world.with(|state| state.faults.push(("restore", Fault::Error(1), 3)));
+    let failure = resume_onto(to_other()).unwrap_err();
+    assert!(matches!(failure.cause, Cause::NotThere { .. }), "{failure}");
+    assert!(matches!(failure.left, Left::Suspended), "{failure}");
+    is_suspended(&world, false);
+    world.with(|state| state.faults.retain(|(call, ..)| *call == "free"));
+    resume_onto(to_other()).unwrap();
+    assert_eq!(world.with(|state| state.map.clone()), *to_other());
     runs(&world, false);
 }

@@ -135,6 +135,13 @@ struct Suspend {
 struct Resume {
     #[command(flatten)]
     which: Which,
+    /// Onto another GPU: its number as nvidia-smi counts, or its UUID. For a container that used one, and
+    /// has the nodes of both. From driver 580 on
+    #[arg(long, value_name = "GPU", conflicts_with = "device_map")]
+    to: Option<String>,
+    /// Which GPUs take the place of which: OLD=NEW,…. The others stay if they can. From driver 580 on
+    #[arg(long, value_name = "MAP")]
+    device_map: Option<String>,
     /// How long to wait for room on the GPU, such as 10m [default: cuda.restore-timeout]
     #[arg(long, value_name = "TIME", value_parser = stasis_config::duration::timeout)]
     timeout: Option<Duration>,

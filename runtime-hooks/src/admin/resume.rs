@@ -1,5 +1,6 @@
 //! `stasis resume`.
 
+use std::collections::BTreeSet;
 use std::process::ExitCode;
 
 use anyhow::Context as _;
@@ -12,9 +13,12 @@ use super::target::{Target, Tools};
 use super::{Resume, show};
 use crate::checkpoint::LOCK_PATIENCE;
 use crate::discover::discover;
+use crate::error::chain;
 use crate::freezer::Freezer as _;
+use crate::journal::Entry;
 use crate::parts::Limits;
-use crate::{interrupt, suspended};
+use crate::remap::{self, Card, DeviceMap};
+use crate::{interrupt, spec, suspended};
 
 /// Resumes a container.
 pub(super) fn run(config: &Config, asked: &Resume) -> ExitCode {
@@ -41,12 +45,68 @@ fn resume(config: &Config, asked: &Resume) -> anyhow::Result<String> {
             None => return Ok(said(asked, id, None)),
         },
     };
+    let map = devices(&target, &mut tools, &entry, asked)
+        .map_err(|why| anyhow::anyhow!("container {id}: {why}; its CUDA is suspended as before"))?;
     let shown = Shown::start(&format!("resume of container {id}"), target.journal(config));
     let mut progress = shown.progress();
-    suspended::resume(&mut tools.parts(), &entry, &limits, &mut progress)?;
+    suspended::resume(&mut tools.parts(), &entry, map, &limits, &mut progress)?;
     let took = shown.elapsed();
     drop(shown);
     Ok(said(asked, id, Some((entry.processes.len(), took))))
+}
+
+/// Onto which GPUs it goes.
+fn devices(
+    target: &Target,
+    tools: &mut Tools,
+    entry: &Entry,
+    asked: &Resume,
+) -> Result<DeviceMap, String> {
+    if asked.to.is_none() && asked.device_map.is_none() {
+        return Ok(entry.device_map.clone());
+    }
+    if !entry.device_map.is_empty() {
+        return Err(
+            "it was restored onto other GPUs by its annotation: resume it without".to_owned()
+        );
+    }
+    let facts = tools.parts().driver.facts().map_err(|error| error.to_string())?;
+    if facts.branch().is_none_or(|branch| branch < remap::FIRST_BRANCH) {
+        let version = facts.driver_version.unwrap_or_else(|| "of unknown version".to_owned());
+        return Err(format!(
+            "driver {version} restores on no other GPU: that needs branch {}",
+            remap::FIRST_BRANCH
+        ));
+    }
+    let cards = match &target.place {
+        // All that the host has.
+        None => facts.gpus.iter().map(Card::from).collect(),
+        Some(_) => {
+            let spec = spec::load(&target.container.bundle).map_err(|error| chain(&error))?;
+            remap::cards(&spec, &facts.gpus)
+        }
+    };
+    let wanted = match (&asked.to, &asked.device_map) {
+        (Some(to), _) => {
+            let uses = entry.processes.iter().flat_map(|noted| &noted.uses.gpus);
+            let used: BTreeSet<&str> = uses.map(|(uuid, _)| uuid.as_str()).collect();
+            let used: Vec<&str> = used.into_iter().collect();
+            let [from] = used.as_slice() else {
+                return Err(format!(
+                    "it used {}: say which goes where with --device-map",
+                    if used.is_empty() {
+                        "GPUs that are not known".to_owned()
+                    } else {
+                        used.join(", ")
+                    }
+                ));
+            };
+            DeviceMap::from_iter([((*from).to_owned(), remap::gpu(to, &facts.gpus)?)])
+        }
+        (None, Some(text)) => remap::parse(text, &facts.gpus)?,
+        (None, None) => DeviceMap::new(),
+    };
+    remap::plan(&cards, &cards, &wanted)
 }
 
 /// Suspended by somebody who leaves no journal.

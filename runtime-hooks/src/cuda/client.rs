@@ -29,6 +29,7 @@ pub struct HelperDriver {
     libnvml: Option<PathBuf>,
     init_timeout: Duration,
     job: Option<Job>,
+    device_map: Vec<(String, String)>,
     running: Option<(Helper, DriverFacts)>,
 }
 
@@ -42,6 +43,7 @@ impl HelperDriver {
             libnvml: config.libnvml.clone(),
             init_timeout: config.init_timeout,
             job: None,
+            device_map: Vec::new(),
             running: None,
         }
     }
@@ -277,6 +279,10 @@ impl Driver for HelperDriver {
             Reply::JobFiles(named) => Ok(named),
             other => Err(lost(Call::JobFiles, format!("unexpected answer {other:?}"))),
         }
+    }
+
+    fn map_devices(&mut self, map: &[(String, String)]) {
+        self.device_map = map.to_vec();
     }
 
     fn join(&mut self, job: Option<&Job>) {

@@ -333,6 +333,10 @@ pub trait Driver {
         neighbours: &[Neighbour],
     ) -> Result<BTreeMap<Pid, Result<Option<Named>, Unusable>>, DriverError>;
 
+    /// From now on a restore puts what was on the first GPU of each pair, by UUID, onto the second. With
+    /// no pairs everything goes back to where it was.
+    fn map_devices(&mut self, map: &[(String, String)]);
+
     /// From now on every call is made in this job, or in none.
     fn join(&mut self, job: Option<&Job>);
 

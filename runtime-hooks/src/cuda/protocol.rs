@@ -41,6 +41,9 @@ pub(super) struct Request {
     /// For `JobFiles`: the container's init, whose root is the container's.
     #[serde(default)]
     pub(super) init: Option<ProcessId>,
+    /// For `Restore`: pairs of UUIDs, from which GPU to which.
+    #[serde(default)]
+    pub(super) device_map: Vec<(String, String)>,
     /// For `CopyJobFile`: the file to make.
     #[serde(default)]
     pub(super) to: Option<PathBuf>,
@@ -59,6 +62,7 @@ impl Request {
             processes: Vec::new(),
             neighbours: Vec::new(),
             init: None,
+            device_map: Vec::new(),
             to: None,
         }
     }

@@ -161,6 +161,8 @@ pub(super) fn restore(context: &Context<'_>) -> anyhow::Result<ExitCode> {
         image: &image,
         manifest: &manifest,
         limits: Limits::new(&context.config.cuda, annotations.lock_timeout),
+        device_map: annotations.device_map.as_deref(),
+        suspended: annotations.restore_suspended,
     };
     restore::restore(&mut parts, &request)?;
     Ok(ExitCode::SUCCESS)

@@ -105,6 +105,8 @@ pub struct State {
     pub jobs_change_at: Option<&'static str>,
     /// The job that the driver's helper is in.
     pub joined: Option<Job>,
+    /// Where a restore goes.
+    pub map: Vec<(String, String)>,
     /// What each call of the driver was made for, in order.
     pub asked: Vec<(&'static str, Vec<Pid>)>,
 }
@@ -172,6 +174,7 @@ impl World {
             jobs: BTreeMap::new(),
             jobs_change_at: None,
             joined: None,
+            map: Vec::new(),
             asked: Vec::new(),
         })))
     }
@@ -559,6 +562,10 @@ impl Driver for World {
         }))
     }
 
+    fn map_devices(&mut self, map: &[(String, String)]) {
+        self.with(|state| state.map = map.to_vec());
+    }
+
     fn join(&mut self, job: Option<&Job>) {
         self.with(|state| state.joined = job.cloned());
     }
@@ -855,6 +862,11 @@ pub fn position(log: &[String], call: &str) -> usize {
 
 /// Restores the image of this manifest into the world.
 pub fn restore(world: &World, manifest: &Manifest) -> Result<(), Failure> {
+    restore_as(world, manifest, false)
+}
+
+/// The same, into a container that begins suspended or not.
+pub fn restore_as(world: &World, manifest: &Manifest, suspended: bool) -> Result<(), Failure> {
     let (mut driver, mut runtime, mut journal) = (world.clone(), world.clone(), world.clone());
     let (mut container, mut job) = (world.clone(), world.clone());
     let found = || {
@@ -873,7 +885,14 @@ pub fn restore(world: &World, manifest: &Manifest) -> Result<(), Failure> {
         interrupted: &|| world.with(|state| state.interrupted),
     };
     let (container, image) = ("c1", "/image".as_ref());
-    let request = restore::Request { container, image, manifest, limits: World::limits() };
+    let request = restore::Request {
+        container,
+        image,
+        manifest,
+        limits: World::limits(),
+        device_map: None,
+        suspended,
+    };
     restore::restore(&mut parts, &request)
 }
 
