@@ -20,7 +20,7 @@ const ATTEMPTS: u32 = 3;
 /// A lock whose caller was lost is granted when the work in flight ends, after its time and after
 /// the state was read as RUNNING (measured on 580). A second one is granted after the first, so
 /// when it is back none is pending. All others are RUNNING meanwhile, and with `held` threads they
-/// are let go as far as it takes: the work may wait for them. Whether one is still pending then: it
+/// of its peers are let go as far as it takes: the work may wait for them. Whether one is still pending then: it
 /// takes longer than `timeout`.
 pub(crate) fn outlast_lost_locks(
     parts: &mut Parts<'_>,
@@ -38,6 +38,7 @@ pub(crate) fn outlast_lost_locks(
         .collect();
     // The members of a job are locked one by one, and could wait for one that is.
     let together = if entry.job.is_some() { 1 } else { pending.len().max(1) };
+    let peers = cuda.len() > 1;
     let (mut first, mut attempts) = (FIRST_ATTEMPT, 0);
     while !pending.is_empty() {
         attempts += 1;
@@ -48,9 +49,12 @@ pub(crate) fn outlast_lost_locks(
         let mut let_out = Ok(());
         let answers = parts.driver.lock(&asked, first.min(left).max(SHORTEST), &mut || {
             if held {
-                let_out = holding.all(cuda, |process| match attempts {
-                    1 => Keep::InsideCalls(process.restore_thread),
-                    _ => Keep::All,
+                let_out = holding.all(cuda, |process| {
+                    if peers && attempts > 1 {
+                        Keep::All
+                    } else {
+                        Keep::InsideCalls(process.restore_thread)
+                    }
                 });
             }
         });
@@ -74,7 +78,7 @@ pub(crate) fn outlast_lost_locks(
             );
             break;
         }
-        if held && attempts == 1 {
+        if held && peers && attempts == 1 {
             runs_although_paused(&entry.container, &waits.who());
         }
         first *= 2;

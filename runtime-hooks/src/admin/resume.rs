@@ -78,28 +78,24 @@ fn devices(
             remap::FIRST_BRANCH
         ));
     }
-    let cards = match &target.place {
+    let cards = if target.place.is_some() {
+        let spec = spec::load(&target.container.bundle).map_err(|error| chain(&error))?;
+        remap::cards(&spec, &facts.gpus)
+    } else {
         // All that the host has.
-        None => facts.gpus.iter().map(Card::from).collect(),
-        Some(_) => {
-            let spec = spec::load(&target.container.bundle).map_err(|error| chain(&error))?;
-            remap::cards(&spec, &facts.gpus)
-        }
+        facts.gpus.iter().map(Card::from).collect()
     };
     let wanted = match (&asked.to, &asked.device_map) {
         (Some(to), _) => {
-            let uses = entry.processes.iter().flat_map(|noted| &noted.uses.gpus);
-            let used: BTreeSet<&str> = uses.map(|(uuid, _)| uuid.as_str()).collect();
-            let used: Vec<&str> = used.into_iter().collect();
-            let [from] = used.as_slice() else {
-                return Err(format!(
-                    "it used {}: say which goes where with --device-map",
-                    if used.is_empty() {
-                        "GPUs that are not known".to_owned()
-                    } else {
-                        used.join(", ")
-                    }
-                ));
+            let gpus = entry.processes.iter().flat_map(|noted| &noted.uses.gpus);
+            let gpus: BTreeSet<&str> = gpus.map(|(uuid, _)| uuid.as_str()).collect();
+            let gpus: Vec<&str> = gpus.into_iter().collect();
+            let [from] = gpus.as_slice() else {
+                let what = match gpus.as_slice() {
+                    [] => "GPUs that are not known".to_owned(),
+                    gpus => gpus.join(", "),
+                };
+                return Err(format!("it used {what}: say which goes where with --device-map"));
             };
             DeviceMap::from_iter([((*from).to_owned(), remap::gpu(to, &facts.gpus)?)])
         }
