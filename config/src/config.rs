@@ -12,7 +12,7 @@ use std::ops::Range;
 use std::path::{Component, Path, PathBuf};
 use std::time::Duration;
 
-use serde::{Deserialize, Deserializer, de};
+use serde::{Deserialize, Deserializer, Serialize, de};
 use toml::de::{DeTable, DeValue};
 
 use crate::annotations::AnnotationName;
@@ -117,8 +117,11 @@ pub struct Cuda {
     /// Absolute path of the library file. Default: the dynamic loader finds
     /// `libnvidia-ml.so.1`.
     pub libnvml: Option<PathBuf>,
-    /// NVIDIA's command, which makes job files: a name without a slash, looked up in `PATH`, or an
-    /// absolute path. Default `cuda-checkpoint`.
+    /// By what the driver is asked. Default [`Interface::Auto`].
+    pub interface: Interface,
+    /// NVIDIA's command, which makes job files, and by which a driver is asked whose library cannot
+    /// be: a name without a slash, looked up in `PATH`, or an absolute path. Default
+    /// `cuda-checkpoint`.
     pub utility: PathBuf,
     /// Time for `cuInit` in the helper. Default 60 s.
     #[serde(deserialize_with = "some_duration")]
@@ -133,6 +136,20 @@ pub struct Cuda {
     /// Time to move it back. Default 10 min.
     #[serde(deserialize_with = "some_duration")]
     pub restore_timeout: Duration,
+}
+
+/// By what the driver is asked to checkpoint and to restore.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Interface {
+    /// By its library if that has the functions, which is from branch 570 on, else by NVIDIA's
+    /// command.
+    #[default]
+    Auto,
+    /// By its library only.
+    Library,
+    /// By NVIDIA's command only, which works from branch 550 on.
+    Utility,
 }
 
 /// Jobs: containers whose CUDA processes share GPU memory.
@@ -213,6 +230,7 @@ impl Default for Cuda {
         Self {
             libcuda: None,
             libnvml: None,
+            interface: Interface::Auto,
             utility: "cuda-checkpoint".into(),
             init_timeout: Duration::from_secs(60),
             lock_timeout: Duration::from_secs(60),
@@ -615,6 +633,7 @@ mod tests {
             [cuda]
             libcuda = "/c/libcuda.so.1"
             libnvml = "/c/libnvidia-ml.so.1"
+            interface = "utility"
             utility = "/c/cuda-checkpoint"
             init-timeout = "1ms"
             lock-timeout = "1m 30s"
@@ -643,6 +662,7 @@ mod tests {
             cuda: Cuda {
                 libcuda: Some("/c/libcuda.so.1".into()),
                 libnvml: Some("/c/libnvidia-ml.so.1".into()),
+                interface: Interface::Utility,
                 utility: "/c/cuda-checkpoint".into(),
                 init_timeout: Duration::from_millis(1),
                 lock_timeout: Duration::from_secs(90),
@@ -749,6 +769,12 @@ mod tests {
             (
                 "[log]\n# ö\n  lvel = \"warn\"",
                 "3:3: log.lvel: unknown field `lvel`, expected one of `directory`, `level`, `keep`"
+                    .into(),
+            ),
+            (
+                "[cuda]\ninterface = \"toggle\"",
+                "2:13: cuda.interface: unknown variant `toggle`, expected one of `auto`, `library`, \
+                 `utility`"
                     .into(),
             ),
             (

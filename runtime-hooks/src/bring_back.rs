@@ -5,7 +5,7 @@
 
 use std::time::{Duration, Instant};
 
-use crate::cuda::CudaError;
+use crate::cuda::{CudaError, CudaState, Steps};
 use crate::discover::probe;
 use crate::error::{Cause, Failure, Left, Phase};
 use crate::give_back;
@@ -68,10 +68,12 @@ pub fn bring_back(
             Err(cause) => cause,
         };
         let last_word = match &cause {
-            Cause::Unusable { .. }
-            | Cause::Gone
+            Cause::Gone
             | Cause::NoRoom { .. }
-            | Cause::SharedLost { .. } => true,
+            | Cause::SharedLost { .. }
+            | Cause::NotThere { .. } => true,
+            // The next attempt begins by finding out.
+            Cause::Unusable { state, .. } => *state != CudaState::Undetermined,
             // A helper that was lost says nothing of the process.
             Cause::Driver { error, .. } => error.code().is_some(),
             _ => false,
@@ -122,10 +124,14 @@ fn attempt(
             parts.hold.settle()?;
         }
         let in_job = entry.job.is_some();
+        let toggles = parts.driver.steps().map_err(Cause::NoDriver)? == Steps::Toggle;
+        if entry.locking && toggles {
+            give_back::clear_up(parts, &cuda, hold, limits.lock)?;
+        }
         let how = give_back::How { in_job, mapped: !entry.device_map.is_empty() };
         give_back::restore(parts.driver, parts.processes, &cuda, how, limits.restore)?;
         give_back::unlock(parts.driver, parts.processes, &cuda, limits.restore)?;
-        if entry.locking {
+        if entry.locking && !toggles {
             if give_back::outlast_lost_locks(parts, entry, &cuda, hold, limits.lock)? {
                 back = Back::LockPending;
             }

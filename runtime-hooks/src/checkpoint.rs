@@ -238,9 +238,7 @@ fn recall_uses(cuda: &mut [CudaProcess], suspended: &Entry) {
 pub(crate) fn require_actions(facts: &DriverFacts) -> Result<(), Cause> {
     let lacks = |call: &&Call| facts.missing.iter().any(|missing| missing == call.function());
     let Some(call) = ACTIONS.iter().find(lacks) else { return Ok(()) };
-    let driver = facts.driver_version.clone();
-    let driver = driver.unwrap_or_else(|| "of unknown version".to_owned());
-    Err(Cause::NoDriver(DriverError::Unsupported { call: *call, driver }))
+    Err(Cause::NoDriver(facts.unsupported(*call)))
 }
 
 const ACTIONS: [Call; 6] =

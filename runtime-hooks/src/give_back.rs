@@ -19,9 +19,9 @@ const ATTEMPTS: u32 = 3;
 
 /// A lock whose caller was lost is granted when the work in flight ends, after its time and after
 /// the state was read as RUNNING (measured on 580). A second one is granted after the first, so
-/// when it is back none is pending. All others are RUNNING meanwhile, and with `held` threads they
-/// of its peers are let go as far as it takes: the work may wait for them. Whether one is still pending then: it
-/// takes longer than `timeout`.
+/// when it is back none is pending. All are RUNNING meanwhile. Where their threads are `held`, calls are
+/// let finish, and then the code of its peers, for which the work may wait, is let go. Gives whether
+/// one is still pending, because it takes longer than `timeout`.
 pub(crate) fn outlast_lost_locks(
     parts: &mut Parts<'_>,
     entry: &Entry,
@@ -96,6 +96,40 @@ pub(crate) fn outlast_lost_locks(
 
 /// 0 would mean no limit to the driver.
 const SHORTEST: Duration = Duration::from_millis(1);
+
+/// With [`Steps::Toggle`](crate::cuda::Steps): a process that seems to run may be LOCKED, if a toggle
+/// was refused or lost. So those that seem to are toggled: one that is LOCKED refuses, and nothing
+/// unlocks it; the others are CHECKPOINTED then, and given back with the rest.
+pub(crate) fn clear_up(
+    parts: &mut Parts<'_>,
+    cuda: &[CudaProcess],
+    held: bool,
+    timeout: Duration,
+) -> Result<(), Cause> {
+    let ran = |process: &&CudaProcess| process.found == Some(CudaState::Running);
+    let asked: Vec<_> = cuda.iter().filter(ran).map(CudaProcess::pid).collect();
+    let mut holding =
+        Holding { hold: &mut *parts.hold, processes: parts.processes, freezer: parts.freezer };
+    let mut let_out = Ok(());
+    let answers = parts.driver.lock(&asked, timeout, &mut || {
+        if held {
+            let_out = holding.all(cuda, |process| Keep::InsideCalls(process.restore_thread));
+        }
+    });
+    let_out?;
+    if held {
+        parts.holding().all(cuda, driver_runs)?;
+        parts.hold.settle()?;
+    }
+    for (pid, answer) in answers {
+        if let Err(error) = answer
+            && error.code() != Some(CudaError::ILLEGAL_STATE)
+        {
+            tracing::warn!(pid, %error, "it is not known whether it is locked");
+        }
+    }
+    Ok(())
+}
 
 /// Waits until the GPUs have room for what `waiting` needs. A restore without enough memory is
 /// final: it returns 2 and from then on 304, also when memory is free again (measured on 580). So
@@ -210,7 +244,9 @@ fn checkpointed(
             Some(Ok(CudaState::Checkpointed)) if process.found != Some(CudaState::Checkpointed) => {
                 waiting.push(process.clone());
             }
-            Some(Ok(state @ (CudaState::Failed | CudaState::Unknown(_)))) => {
+            Some(Ok(
+                state @ (CudaState::Failed | CudaState::Unknown(_) | CudaState::Undetermined),
+            )) => {
                 return Err(Cause::Unusable { who: process.who(), state });
             }
             Some(Err(error)) if processes.alive(process.process.id) => {

@@ -17,7 +17,7 @@ use stasis_config::{Manifest, manifest};
 
 use crate::bring_back::log_of;
 use crate::cuda::job::VARIABLE;
-use crate::cuda::{CudaState, Driver, DriverFacts, GpuUse};
+use crate::cuda::{CudaState, Driver, DriverFacts, GpuUse, Steps};
 use crate::error::{Cause, Failure, Left, Phase};
 use crate::give_back;
 use crate::job::{self, Found, JobError, Membership};
@@ -231,6 +231,8 @@ fn run(
     let in_job = job.is_some();
     let mut entry = Entry::new(request.container, init, false, request.image);
     entry.job = job;
+    // A restore that is cut off may leave one LOCKED that seems to run.
+    entry.locking = parts.driver.steps().map_err(Cause::NoDriver)? == Steps::Toggle;
     entry.processes = cuda.iter().map(Noted::from).collect();
     entry.device_map = map;
     parts.journal.save(&entry)?;

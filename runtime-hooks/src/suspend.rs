@@ -6,12 +6,15 @@
 //!   → hold all but the restore threads → checkpoint all → freeze → let go → look again
 //! ```
 //!
+//! Where lock and checkpoint are one step ([`Steps::Toggle`]) that is done where otherwise all are
+//! locked, and what is done after the look for new ones finds all CHECKPOINTED.
+//!
 //! Nothing here cleans up: whoever calls brings everything back with [`crate::bring_back`], from
 //! the journal's entry and from what the driver then says.
 
 use std::time::{Duration, Instant};
 
-use crate::cuda::{Answers, CudaError, CudaState, Driver};
+use crate::cuda::{Answers, CudaError, CudaState, Driver, Steps};
 use crate::discover::{Gate, find_uses, newcomers, refuse_strays};
 use crate::error::{Cause, Phase, Who};
 use crate::hold::Keep;
@@ -39,6 +42,8 @@ pub fn suspend(
     limits: &Limits,
     progress: &mut Progress,
 ) -> Result<(), Cause> {
+    let steps = parts.driver.steps().map_err(Cause::NoDriver)?;
+    let lock = if steps == Steps::Toggle { Phase::CudaCheckpoint } else { Phase::Lock };
     in_order(cuda);
     if entry.frozen {
         // A frozen process answers no driver call: the freezer is replaced by ptrace, which
@@ -48,11 +53,11 @@ pub fn suspend(
         parts.freezer.thaw()?;
         parts.hold.settle()?;
     }
-    progress.enter(Phase::Lock);
+    progress.enter(lock);
     find_states(parts, entry, cuda)?;
     let deadline = Instant::now() + limits.lock;
     loop {
-        lock_all(parts, entry, cuda, deadline, limits)?;
+        lock_all(parts, entry, cuda, steps, deadline, limits)?;
         let mut new = newcomers(parts, cuda)?;
         if new.is_empty() {
             progress.enter(Phase::Hold);
@@ -63,7 +68,7 @@ pub fn suspend(
             if new.is_empty() {
                 break;
             }
-            progress.enter(Phase::Lock);
+            progress.enter(lock);
         }
         cuda.extend(new);
         in_order(cuda);
@@ -158,7 +163,9 @@ fn find_states(
         return Err(cause);
     }
     for process in cuda.iter() {
-        if let Some(state @ (CudaState::Failed | CudaState::Unknown(_))) = process.found {
+        if let Some(state @ (CudaState::Failed | CudaState::Unknown(_) | CudaState::Undetermined)) =
+            process.found
+        {
             return Err(Cause::Unusable { who: process.who(), state });
         }
     }
@@ -178,6 +185,7 @@ fn lock_all(
     parts: &mut Parts<'_>,
     entry: &mut Entry,
     cuda: &[CudaProcess],
+    steps: Steps,
     deadline: Instant,
     limits: &Limits,
 ) -> Result<(), Cause> {
@@ -196,15 +204,16 @@ fn lock_all(
         let timeout_now = timeout.min(left).max(Duration::from_millis(1));
         let mut holding =
             Holding { hold: &mut *parts.hold, processes: parts.processes, freezer: parts.freezer };
-        let mut let_go = Ok(());
+        let (mut let_go, mut waited) = (Ok(()), 0);
         let answers = parts.driver.lock(&asked, timeout_now, &mut || {
+            waited += 1;
             // A thread inside a synchronising CUDA call has to come out of it before the driver
             // can lock. It runs on, but not so far that anybody would see it: what was paused
             // stays paused. Only where several processes use CUDA, and one may be waiting for
             // what another has yet to say, do they run for real when that did not suffice, each
             // until its next CUDA call, which the requested lock blocks.
             if entry.frozen {
-                let free = cuda.len() > 1 && attempts > 1;
+                let free = cuda.len() > 1 && (attempts > 1 || waited > 1);
                 let_go = holding.all(cuda, |process| {
                     if free { Keep::All } else { Keep::InsideCalls(process.restore_thread) }
                 });
@@ -215,9 +224,16 @@ fn lock_all(
             holding.hold.settle()?;
         }
         let_go?;
-        entry.locking = answers
-            .values()
-            .any(|answer| answer.as_ref().is_err_and(|error| error.code().is_none()));
+        if entry.frozen && waited > 1 {
+            runs_although_paused(&entry.container, &running[0].who());
+        }
+        entry.locking = answers.values().any(|answer| match (steps, answer) {
+            (Steps::Separate, answer) => answer.as_ref().is_err_and(|error| error.code().is_none()),
+            // Only one that was brought back is as it was. From here on a step that is lost may leave
+            // a process LOCKED that seems to run.
+            (Steps::Toggle, Ok(())) => true,
+            (Steps::Toggle, Err(error)) => error.code() != Some(CudaError::NOT_READY),
+        });
         // Only now, with all calls back: while a peer is locked, a rank may answer nothing.
         let mut not_ready = Vec::new();
         for process in &running {
@@ -235,7 +251,10 @@ fn lock_all(
             }
         }
         let Some(first) = not_ready.first() else {
-            return verify_locked(parts, cuda);
+            return match steps {
+                Steps::Separate => verify_locked(parts, cuda),
+                Steps::Toggle => verify_checkpointed(parts, cuda, STATE),
+            };
         };
         if Instant::now() >= deadline {
             return Err(Cause::NotReady { who: first.who(), waited: limits.lock, attempts });
@@ -297,7 +316,15 @@ fn checkpoint_all(
         .collect();
     let answers = parts.driver.checkpoint(&asked, limits.checkpoint);
     check(parts.processes, answers, cuda)?;
-    verify(parts.driver, parts.processes, cuda, |_| CudaState::Checkpointed, limits.checkpoint)
+    verify_checkpointed(parts, cuda, limits.checkpoint)
+}
+
+fn verify_checkpointed(
+    parts: &mut Parts<'_>,
+    cuda: &[CudaProcess],
+    limit: Duration,
+) -> Result<(), Cause> {
+    verify(parts.driver, parts.processes, cuda, |_| CudaState::Checkpointed, limit)
 }
 
 /// The first error among answers, with the name of its process. 'Illegal state' is none: the

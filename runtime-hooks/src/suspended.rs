@@ -14,7 +14,7 @@ use std::time::Duration;
 use crate::bring_back::{Back, Goal, Thaw, bring_back, fail, forget, kill, log_of, processes_of};
 use crate::checkpoint::require_actions;
 use crate::container::Container;
-use crate::cuda::{CudaState, DriverFacts};
+use crate::cuda::{CudaState, DriverFacts, Steps};
 use crate::discover::{Gate, find_uses};
 use crate::error::{Cause, Failure, Left, Phase};
 use crate::job::{self, Membership};
@@ -108,6 +108,7 @@ fn note(
 ) -> Result<Entry, Cause> {
     let mut suspended = Entry::new(&entry.container, entry.init, false, "".as_ref());
     suspended.stage = Stage::Suspended;
+    suspended.locking = entry.locking;
     suspended.job.clone_from(&entry.job);
     suspended.processes = cuda
         .iter()
@@ -148,6 +149,7 @@ pub fn found(
     let mut entry = Entry::new(&container.id, container.init, false, "".as_ref());
     entry.stage = Stage::Suspended;
     let facts = parts.driver.facts().map_err(Cause::NoDriver)?;
+    entry.locking = facts.steps == Steps::Toggle;
     if job::known(&facts) {
         let found = job::find(parts.driver, parts.processes, cuda, container.init)?;
         entry.job = found.map(|found| Membership { job: found.job, origin: None });
@@ -239,11 +241,17 @@ fn checkpointed_again(
     limit: Duration,
 ) -> Result<(), Cause> {
     let cuda = processes_of(parts, under_way)?;
+    let toggles = parts.driver.steps().map_err(Cause::NoDriver)? == Steps::Toggle;
     let mut states = parts.driver.states(&crate::parts::pids(&cuda), STATE);
     let locked: Vec<_> = cuda
         .iter()
         .map(CudaProcess::pid)
-        .filter(|pid| matches!(states.remove(pid), Some(Ok(CudaState::Locked))))
+        .filter(|pid| match states.remove(pid) {
+            Some(Ok(CudaState::Locked)) => true,
+            // What a toggle restores is unlocked.
+            Some(Ok(CudaState::Running)) => toggles,
+            _ => false,
+        })
         .collect();
     let answers = parts.driver.checkpoint(&locked, limit);
     check(parts.processes, answers, &cuda)?;

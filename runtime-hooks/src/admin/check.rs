@@ -7,8 +7,8 @@ use stasis_config::{Config, manifest};
 
 use crate::check::{self, DriverFacts, DriverInfo, System};
 use crate::child::Program;
-use crate::cuda::Driver as _;
 use crate::cuda::client::HelperDriver;
+use crate::cuda::{Driver as _, Steps};
 
 /// Checks this host.
 pub(super) fn run(config: &Config, json: bool) -> ExitCode {
@@ -33,6 +33,9 @@ impl DriverInfo for Helper {
             checkpoint_api: facts.missing.is_empty(),
             gpus: facts.gpus.into_iter().map(manifest::Gpu::from).collect(),
             missing: facts.missing,
+            utility: facts.utility,
+            no_utility: facts.no_utility,
+            toggles: facts.steps == Steps::Toggle,
         })
     }
 }

@@ -34,12 +34,20 @@ pub struct DriverFacts {
     pub gpus: Vec<Gpu>,
     /// What the library does not have of the checkpoint API.
     pub missing: Vec<String>,
+    /// NVIDIA's command, where that is used instead.
+    pub utility: Option<PathBuf>,
+    /// Why it is not, where the library cannot checkpoint.
+    pub no_utility: Option<String>,
+    /// It can only toggle.
+    pub toggles: bool,
 }
 
 /// The first branch whose libcuda has the checkpoint API.
 const API: u32 = 570;
 /// The first branch that can checkpoint at all, by NVIDIA's command only.
 const COMMAND: u32 = 550;
+/// The first branch whose command does each step by itself.
+const SEPARATE: u32 = 555;
 /// The first version that checkpoints a container that sees some of the host's GPUs.
 const SUBSET: Version = Version([575, 57, 8]);
 /// The first branch that can restore onto other GPUs.
@@ -76,10 +84,6 @@ fn version(host: &dyn Host, facts: &DriverFacts) -> Finding {
         if version.major() < COMMAND {
             return DRIVER.error(format!("{name} cannot checkpoint")).remedy(update);
         }
-        if version.major() < API {
-            let message = format!("{name} cannot be checkpointed through libcuda, needs {API}");
-            return DRIVER.error(message).remedy(update);
-        }
         if host.arch() == "aarch64" && version.major() < ARM {
             return DRIVER
                 .error(format!("{name} cannot checkpoint on arm64"))
@@ -92,12 +96,25 @@ fn version(host: &dyn Host, facts: &DriverFacts) -> Finding {
         } else {
             facts.missing.join(", ")
         };
-        let message = format!("{name}: its libcuda does not have {missing}");
+        let instead = facts.no_utility.as_ref().map(|why| {
+            format!("; NVIDIA's command, which can from {COMMAND} on, is of no use: {why}")
+        });
+        let instead = instead.unwrap_or_default();
+        let message = format!("{name}: its libcuda does not have {missing} (needs {API}){instead}");
         return DRIVER.error(message).remedy(update);
+    }
+    if facts.toggles {
+        return DRIVER
+            .warning(format!(
+                "{name}: checkpoints, but in one step with the lock, by NVIDIA's command: a container \
+                 is killed if that is refused or does not end in time (its driver can be asked and \
+                 unlocked from {SEPARATE} on)"
+            ))
+            .remedy(update);
     }
     let Some(version) = known else {
         return DRIVER
-            .warning(format!("{name}: has the checkpoint API; NVML does not tell the version"))
+            .warning(format!("{name}: can checkpoint; NVML does not tell the version"))
             .remedy("install libnvidia-ml.so.1 of the driver, or set cuda.libnvml");
     };
     if version < SUBSET && facts.gpus.len() > 1 {
@@ -108,8 +125,12 @@ fn version(host: &dyn Host, facts: &DriverFacts) -> Finding {
     let can = |since, what: &str, not: &str| {
         if version.major() >= since { what.to_owned() } else { format!("{not} (needs {since})") }
     };
+    let by = match &facts.utility {
+        Some(utility) => format!(" by {}", utility.display()),
+        None => String::new(),
+    };
     DRIVER.ok(format!(
-        "{name}: checkpoints, {}, {}",
+        "{name}: checkpoints{by}, {}, {}",
         can(REMAP, "restores onto other GPUs", "does not restore onto other GPUs"),
         can(IPC, "keeps IPC memory in a job", "does not keep IPC memory"),
     ))
@@ -159,6 +180,9 @@ pub(super) mod tests {
                 memory_bytes: 150_754_820_096,
             }],
             missing: Vec::new(),
+            utility: None,
+            no_utility: None,
+            toggles: false,
         }
     }
 
@@ -177,14 +201,6 @@ pub(super) mod tests {
         for (version, want) in [
             ("470.256.02", "error 470.256.02 (CUDA 13.0) cannot checkpoint"),
             ("545.29.06", "error 545.29.06 (CUDA 13.0) cannot checkpoint"),
-            (
-                "550.163.01",
-                "error 550.163.01 (CUDA 13.0) cannot be checkpointed through libcuda, needs 570",
-            ),
-            (
-                "565.57.01",
-                "error 565.57.01 (CUDA 13.0) cannot be checkpointed through libcuda, needs 570",
-            ),
             (
                 "570.86.15",
                 "ok 570.86.15 (CUDA 13.0): checkpoints, does not restore onto other GPUs (needs \
@@ -209,18 +225,50 @@ pub(super) mod tests {
     fn the_library_has_the_last_word() {
         assert_eq!(
             of(|f| f.missing = vec!["cuCheckpointProcessLock".into()]),
-            "error 580.159.04 (CUDA 13.0): its libcuda does not have cuCheckpointProcessLock"
+            "error 580.159.04 (CUDA 13.0): its libcuda does not have cuCheckpointProcessLock (needs 570)"
         );
         assert_eq!(
             of(|f| f.checkpoint_api = false),
-            "error 580.159.04 (CUDA 13.0): its libcuda does not have the checkpoint API"
+            "error 580.159.04 (CUDA 13.0): its libcuda does not have the checkpoint API (needs 570)"
         );
         assert_eq!(
             of(|f| (f.driver_version, f.cuda_version) = (None, 12080)),
-            "warning of unknown version (CUDA 12.8): has the checkpoint API; NVML does not tell the version"
+            "warning of unknown version (CUDA 12.8): can checkpoint; NVML does not tell the version"
         );
         assert!(of(|f| (f.driver_version, f.checkpoint_api) = (None, false)).starts_with("error "));
         assert!(of_version("unknown").starts_with("warning "));
+    }
+
+    #[test]
+    fn before_570_it_goes_by_nvidias_command() {
+        let older = |version: &str, change: fn(&mut DriverFacts)| {
+            of(|facts| {
+                facts.driver_version = Some(version.into());
+                change(facts);
+            })
+        };
+        assert_eq!(
+            older("565.57.01", |f| f.utility = Some("cuda-checkpoint".into())),
+            "ok 565.57.01 (CUDA 13.0): checkpoints by cuda-checkpoint, does not restore onto other \
+             GPUs (needs 580), does not keep IPC memory (needs 610)"
+        );
+        assert_eq!(
+            older("550.163.01", |f| {
+                f.utility = Some("cuda-checkpoint".into());
+                f.toggles = true;
+            }),
+            "warning 550.163.01 (CUDA 13.0): checkpoints, but in one step with the lock, by NVIDIA's \
+             command: a container is killed if that is refused or does not end in time (its driver can \
+             be asked and unlocked from 555 on)"
+        );
+        assert_eq!(
+            older("550.163.01", |f| {
+                f.checkpoint_api = false;
+                f.no_utility = Some("cuda-checkpoint is not there".into());
+            }),
+            "error 550.163.01 (CUDA 13.0): its libcuda does not have the checkpoint API (needs 570); \
+             NVIDIA's command, which can from 550 on, is of no use: cuda-checkpoint is not there"
+        );
     }
 
     #[test]

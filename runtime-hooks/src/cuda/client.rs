@@ -1,15 +1,18 @@
 //! [`Driver`] over a helper process: started at the first call, killed when a call is overdue, and
 //! then started again for the next one.
 
-use std::collections::BTreeMap;
-use std::path::{Path, PathBuf};
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::Path;
 use std::time::{Duration, Instant};
+
+use stasis_config::config;
 
 use super::job::{Copied, Job, Named, Neighbour, Unusable};
 use super::protocol::{Reply, Request};
+use super::sides::Sides;
 use super::{
     Answers, Call, CudaError, CudaState, Driver, DriverError, DriverFacts, GpuUse,
-    HELPER_SUBCOMMAND,
+    HELPER_SUBCOMMAND, Steps,
 };
 use crate::child::{Helper, Lost, Program};
 use crate::processes::{Pid, ProcessId};
@@ -20,55 +23,65 @@ const SHORT: Duration = Duration::from_secs(10);
 const SOON: Duration = Duration::from_millis(100);
 /// What a lock gets beyond the timeout that the driver itself keeps.
 const GRACE: Duration = Duration::from_secs(2);
+/// What the helper gets to say that NVIDIA's command was late.
+const TO_TELL: Duration = Duration::from_secs(1);
 
 /// The driver of this host.
 #[derive(Debug)]
 pub struct HelperDriver {
     program: Program,
-    libcuda: Option<PathBuf>,
-    libnvml: Option<PathBuf>,
-    init_timeout: Duration,
+    config: config::Cuda,
     job: Option<Job>,
     device_map: Vec<(String, String)>,
+    sides: Sides,
+    /// By what calls are made, once that is known; it stays the same for a driver.
+    way: Option<Way>,
     running: Option<(Helper, DriverFacts)>,
 }
 
 impl HelperDriver {
     /// Nothing is started yet.
     #[must_use]
-    pub fn new(program: Program, config: &stasis_config::config::Cuda) -> Self {
+    pub fn new(program: Program, config: &config::Cuda) -> Self {
         Self {
             program,
-            libcuda: config.libcuda.clone(),
-            libnvml: config.libnvml.clone(),
-            init_timeout: config.init_timeout,
+            config: config.clone(),
             job: None,
             device_map: Vec::new(),
+            sides: Sides::default(),
+            way: None,
             running: None,
         }
     }
 
     fn ready(&mut self) -> Result<&mut (Helper, DriverFacts), DriverError> {
         if self.running.is_none() {
-            self.running = Some(self.start()?);
+            let (helper, facts) = self.start()?;
+            self.way = Some(Way { utility: facts.utility.is_some(), steps: facts.steps });
+            self.running = Some((helper, facts));
         }
-        self.running.as_mut().ok_or_else(|| lost(Call::Init, "not started".to_owned()))
+        self.running.as_mut().ok_or_else(not_started)
     }
 
     fn start(&self) -> Result<(Helper, DriverFacts), DriverError> {
         let mut helper = Helper::start(&self.program, HELPER_SUBCOMMAND)
             .map_err(|error| lost(Call::Init, format!("not started: {error}")))?;
+        let limit = self.config.init_timeout;
         let request = Request {
-            libcuda: self.libcuda.clone(),
-            libnvml: self.libnvml.clone(),
+            limit_ms: milliseconds(limit),
+            interface: self.config.interface,
+            utility: self.config.utility.clone(),
+            libcuda: self.config.libcuda.clone(),
+            libnvml: self.config.libnvml.clone(),
             job: self.job.clone(),
             ..Request::new(Call::Init)
         };
-        let deadline = Instant::now() + self.init_timeout;
+        let deadline = Instant::now() + limit;
         let reply = helper.send(&request).and_then(|()| helper.receive(deadline));
-        match reply.map_err(|how| error_of(Call::Init, self.init_timeout, how))? {
+        match reply.map_err(|how| error_of(Call::Init, limit, how))? {
             Reply::Ready(facts) => Ok((helper, facts)),
             Reply::NoLibrary(searched) => Err(DriverError::NoLibrary(searched)),
+            Reply::NoUtility(reason) => Err(DriverError::NoUtility(reason)),
             Reply::NoJobFile(reason) => Err(DriverError::JobFile(reason)),
             Reply::InitFailed(code) => {
                 Err(DriverError::Refused { call: Call::Init, error: CudaError(code) })
@@ -117,9 +130,13 @@ impl HelperDriver {
         if pids.is_empty() {
             return answers;
         }
-        let failed = match self.ready() {
+        let ready = self.ready().map(|_| ());
+        let failed = match ready.and_then(|()| self.running.as_mut().ok_or_else(not_started)) {
             Ok((helper, facts)) => {
-                let asked = Asked { call, pids, timeout, limit };
+                let checkpointed = self.sides.checkpointed();
+                let device_map =
+                    if call == Call::Restore { self.device_map.as_slice() } else { &[] };
+                let asked = Asked { call, pids, checkpointed, device_map, timeout, limit };
                 exchange(helper, facts, &asked, waiting, &mut answers)
             }
             Err(error) => Err(error),
@@ -140,7 +157,51 @@ impl HelperDriver {
         } else {
             self.ask(call, pids, limit)
         };
-        answers.into_iter().map(|(pid, answer)| (pid, answer.map(|_| ()))).collect()
+        self.stepped(call, answers)
+    }
+
+    /// The answers to a step. Where that is a toggle, its errors are named so, and it is noted what
+    /// is known from now on.
+    fn stepped(&mut self, call: Call, answers: Answers<i32>) -> Answers<()> {
+        let toggles = self.way.is_some_and(|way| way.steps == Steps::Toggle);
+        answers
+            .into_iter()
+            .map(|(pid, answer)| {
+                let answer = answer.map(|_| ());
+                if !toggles {
+                    return (pid, answer);
+                }
+                self.sides.note(call, pid, &answer);
+                (pid, answer.map_err(by_toggle))
+            })
+            .collect()
+    }
+
+    /// By what calls are made. Starts a helper only to learn it.
+    fn way(&mut self) -> Result<Way, DriverError> {
+        if self.way.is_none() {
+            self.ready()?;
+        }
+        Ok(self.way.unwrap_or_default())
+    }
+}
+
+/// By what calls are made.
+#[derive(Debug, Clone, Copy, Default)]
+struct Way {
+    utility: bool,
+    steps: Steps,
+}
+
+/// The error with the name of what was called.
+fn by_toggle(error: DriverError) -> DriverError {
+    let call = Call::Toggle;
+    match error {
+        DriverError::Refused { error, .. } => DriverError::Refused { call, error },
+        DriverError::Deadline { after, .. } => DriverError::Deadline { call, after },
+        DriverError::HelperLost { how, .. } => DriverError::HelperLost { call, how },
+        DriverError::Utility { how, .. } => DriverError::Utility { call, how },
+        other => other,
     }
 }
 
@@ -148,6 +209,10 @@ impl HelperDriver {
 struct Asked<'a> {
     call: Call,
     pids: &'a [Pid],
+    /// Known to be CHECKPOINTED.
+    checkpointed: &'a BTreeSet<Pid>,
+    /// Onto which GPUs, for a restore.
+    device_map: &'a [(String, String)],
     /// The driver's.
     timeout: Duration,
     /// Ours.
@@ -161,19 +226,33 @@ fn exchange(
     mut waiting: Option<&mut dyn FnMut()>,
     answers: &mut Answers<i32>,
 ) -> Result<(), DriverError> {
-    let Asked { call, pids, timeout, limit } = *asked;
+    let Asked { call, pids, checkpointed, device_map, timeout, limit } = *asked;
     // 0 would mean no limit to the driver.
     let timeout_ms = u32::try_from(timeout.as_millis()).unwrap_or(u32::MAX).max(1);
-    let request = Request { pids: pids.to_vec(), timeout_ms, ..Request::new(call) };
-    let deadline = Instant::now() + limit;
-    let soon = Instant::now() + SOON;
+    let limit_ms = milliseconds(limit);
+    let request = Request {
+        pids: pids.to_vec(),
+        checkpointed: checkpointed.clone(),
+        device_map: device_map.to_vec(),
+        timeout_ms,
+        limit_ms,
+        ..Request::new(call)
+    };
+    let to_tell = if facts.utility.is_some() { TO_TELL } else { Duration::ZERO };
+    let deadline = Instant::now() + limit + to_tell;
+    // With the toggle also when those that are late are waited for, and the others run again.
+    let late =
+        Instant::now() + if facts.steps == Steps::Toggle { timeout } else { limit + to_tell };
+    let mut moments = [Instant::now() + SOON, late].into_iter().peekable();
     helper.send(&request).map_err(|how| error_of(call, limit, how))?;
     while answers.len() < pids.len() {
-        let until = if waiting.is_some() { soon.min(deadline) } else { deadline };
+        let moment = moments.peek().filter(|_| waiting.is_some());
+        let until = moment.map_or(deadline, |moment| deadline.min(*moment));
         let reply = match helper.receive(until) {
             Ok(reply) => reply,
             Err(Lost::Deadline) if until < deadline => {
-                if let Some(waiting) = waiting.take() {
+                moments.next();
+                if let Some(waiting) = &mut waiting {
                     waiting();
                 }
                 continue;
@@ -185,9 +264,12 @@ fn exchange(
             Reply::Answer { pid, code, .. } => {
                 (pid, Err(DriverError::Refused { call, error: CudaError(code) }))
             }
-            Reply::Unsupported { pid } => {
-                (pid, Err(DriverError::Unsupported { call, driver: describe(facts) }))
-            }
+            Reply::Unsupported { pid } => (pid, Err(facts.unsupported(call))),
+            Reply::AlreadyThere { pid } => (pid, Err(DriverError::AlreadyThere { call })),
+            Reply::BroughtBack { pid } => (pid, Err(DriverError::BroughtBack { call })),
+            Reply::OthersNotReady { pid } => (pid, Err(DriverError::OthersNotReady { call })),
+            Reply::Late { pid } => (pid, Err(DriverError::Deadline { call, after: limit })),
+            Reply::Failed { pid, how } => (pid, Err(DriverError::Utility { call, how })),
             other => return Err(lost(call, format!("unexpected answer {other:?}"))),
         };
         answers.insert(pid, answer);
@@ -195,12 +277,12 @@ fn exchange(
     Ok(())
 }
 
-fn describe(facts: &DriverFacts) -> String {
-    let cuda = format!("CUDA {}.{}", facts.cuda_version / 1000, facts.cuda_version % 1000 / 10);
-    match &facts.driver_version {
-        Some(version) => format!("{version}, {cuda}"),
-        None => cuda,
-    }
+fn milliseconds(duration: Duration) -> u64 {
+    u64::try_from(duration.as_millis()).unwrap_or(u64::MAX)
+}
+
+fn not_started() -> DriverError {
+    lost(Call::Init, "not started".to_owned())
 }
 
 fn lost(call: Call, how: String) -> DriverError {
@@ -219,8 +301,18 @@ impl Driver for HelperDriver {
         self.ready().map(|(_, facts)| facts.clone())
     }
 
+    fn steps(&mut self) -> Result<Steps, DriverError> {
+        Ok(self.way()?.steps)
+    }
+
     fn probe(&mut self, pids: &[Pid]) -> Answers<Option<Pid>> {
-        self.ask(Call::Probe, pids, SHORT)
+        // NVIDIA's command starts the driver each time.
+        let limit = if self.way().is_ok_and(|way| way.utility) {
+            SHORT.max(self.config.init_timeout)
+        } else {
+            SHORT
+        };
+        self.ask(Call::Probe, pids, limit)
             .into_iter()
             .map(|(pid, answer)| {
                 let answer = match answer {
@@ -237,18 +329,25 @@ impl Driver for HelperDriver {
 
     fn states(&mut self, pids: &[Pid], limit: Duration) -> Answers<CudaState> {
         let answers = self.ask(Call::State, pids, limit);
-        answers.into_iter().map(|(pid, raw)| (pid, raw.map(CudaState::from_raw))).collect()
+        let state = |pid, raw| self.sides.state(pid, CudaState::from_raw(raw));
+        answers.into_iter().map(|(pid, raw)| (pid, raw.map(|raw| state(pid, raw)))).collect()
     }
 
     fn lock(&mut self, pids: &[Pid], timeout: Duration, waiting: &mut dyn FnMut()) -> Answers<()> {
-        let limit = timeout + GRACE;
+        let whole = self.config.checkpoint_timeout;
+        let (timeout, limit) = match self.way().unwrap_or_default() {
+            // Its timeout is for those that are late, to come to their end.
+            Way { steps: Steps::Toggle, .. } => (whole, whole + timeout),
+            Way { utility: true, .. } => (timeout, timeout + GRACE + self.config.init_timeout),
+            Way { utility: false, .. } => (timeout, timeout + GRACE),
+        };
         let mut answers = Answers::new();
         // In a job one by one, each with its time.
         let together = if self.job.is_some() { 1 } else { pids.len().max(1) };
         for pids in pids.chunks(together) {
             answers.extend(self.ask_and(Call::Lock, pids, timeout, limit, Some(&mut *waiting)));
         }
-        answers.into_iter().map(|(pid, answer)| (pid, answer.map(|_| ()))).collect()
+        self.stepped(Call::Lock, answers)
     }
 
     fn checkpoint(&mut self, pids: &[Pid], limit: Duration) -> Answers<()> {
@@ -364,6 +463,49 @@ mod tests {
                 printf '{"answer":{"pid":%s,"code":%s,"value":0}}\n' "$pid" "$code"
             done
         done"#;
+
+    /// As of a driver that can only toggle: the first is refused, the second is done, the third late.
+    const TOGGLING: &str = r#"
+        cd "$(dirname "$0")"
+        while read -r line; do
+            printf '%s\n' "$line" >>asked
+            case $line in
+            *'"call":"init"'*) echo '{"ready":{"library":"/l","cuda_version":12040,"driver_version":"550.1",
+                "gpus":[],"missing":[],"utility":"/u","steps":"toggle"}}' | tr -d '\n'; echo;;
+            *'"call":"lock"'*)
+                echo '{"answer":{"pid":101,"code":801,"value":0}}'
+                echo '{"answer":{"pid":102,"code":0,"value":0}}'
+                echo '{"late":{"pid":103}}';;
+            *'"call":"state"'*)
+                for pid in 101 102 103 104; do echo "{\"answer\":{\"pid\":$pid,\"code\":0,\"value\":0}}"; done;;
+            esac
+        done"#;
+
+    #[test]
+    fn what_a_toggle_may_have_left_locked_is_undetermined() {
+        let directory = tempfile::tempdir().unwrap();
+        let program = Program::at(crate::child::script(directory.path(), TOGGLING));
+        let config = config::Cuda { utility: "/u".into(), ..config::Cuda::default() };
+        let mut driver = HelperDriver::new(program, &config);
+        assert_eq!(driver.steps(), Ok(Steps::Toggle));
+        let (pids, limit) = ([101, 102, 103], Duration::from_secs(5));
+        let answers = driver.lock(&pids, limit, &mut || {});
+        let call = Call::Toggle;
+        let refused = DriverError::Refused { call, error: CudaError::NOT_SUPPORTED };
+        assert_eq!(answers[&101], Err(refused));
+        assert_eq!(answers[&102], Ok(()));
+        // The time for both steps.
+        let after = config.checkpoint_timeout + limit;
+        assert_eq!(answers[&103], Err(DriverError::Deadline { call, after }));
+        let states = driver.states(&[101, 102, 103, 104], limit);
+        let states: Vec<_> = states.into_values().map(Result::unwrap).collect();
+        let (running, unknown) = (CudaState::Running, CudaState::Undetermined);
+        assert_eq!(states, [unknown, running, unknown, running]);
+        let asked = std::fs::read_to_string(directory.path().join("asked")).unwrap();
+        let last = asked.lines().last().unwrap();
+        assert!(last.contains("\"checkpointed\":[102]"), "{last}");
+        assert!(asked.contains("\"interface\":\"auto\",\"utility\":\"/u\""), "{asked}");
+    }
 
     #[test]
     fn the_members_of_a_job_are_asked_one_after_the_other_until_one_fails() {

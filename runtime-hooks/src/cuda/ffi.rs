@@ -3,7 +3,7 @@
 //! Only the helper process calls this. Layouts are those of `cuda.h` (CUDA 12.8 and later).
 #![allow(unsafe_code)]
 
-use std::ffi::c_int;
+use std::ffi::{c_int, c_void};
 use std::path::Path;
 
 use libloading::Library;
@@ -13,7 +13,7 @@ use super::Call;
 type Init = unsafe extern "C" fn(flags: u32) -> c_int;
 type GetVersion = unsafe extern "C" fn(version: *mut c_int) -> c_int;
 type GetValue = unsafe extern "C" fn(pid: c_int, value: *mut c_int) -> c_int;
-type Act = unsafe extern "C" fn(pid: c_int, args: *mut Args) -> c_int;
+type Act = unsafe extern "C" fn(pid: c_int, args: *mut c_void) -> c_int;
 
 /// `CUcheckpointLockArgs` and its sisters: 64 bytes each, reserved fields zero. For lock the first
 /// four bytes are the timeout in milliseconds.
@@ -21,6 +21,22 @@ type Act = unsafe extern "C" fn(pid: c_int, args: *mut Args) -> c_int;
 struct Args {
     timeout_ms: u32,
     reserved: [u32; 15],
+}
+
+/// `CUcheckpointGpuPair`: the UUIDs of the GPU of the checkpoint and of that of the restore.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub(super) struct GpuPair {
+    pub(super) old: [u8; 16],
+    pub(super) new: [u8; 16],
+}
+
+/// `CUcheckpointRestoreArgs`.
+#[repr(C)]
+struct RestoreArgs {
+    pairs: *const GpuPair,
+    count: u32,
+    reserved: [u32; 13],
 }
 
 /// The functions of a loaded libcuda. A function that the library does not have is `None`.
@@ -93,7 +109,14 @@ impl Api {
 
     /// Calls the driver for one process. Returns code and value (state or thread id, else 0), or
     /// `None` if the library has no such function. May block for ever.
-    pub(super) fn call(&self, call: Call, pid: i32, timeout_ms: u32) -> Option<(i32, i32)> {
+    /// `map` is for a restore.
+    pub(super) fn call(
+        &self,
+        call: Call,
+        pid: i32,
+        timeout_ms: u32,
+        map: &[GpuPair],
+    ) -> Option<(i32, i32)> {
         let mut value = 0;
         let mut args = Args { timeout_ms: 0, reserved: [0; 15] };
         let code = match call {
@@ -105,21 +128,30 @@ impl Api {
             Call::Lock => {
                 args.timeout_ms = timeout_ms;
                 // SAFETY: the pointer is to 64 initialised bytes that outlive the call.
-                unsafe { (self.lock?)(pid, &raw mut args) }
+                unsafe { (self.lock?)(pid, (&raw mut args).cast()) }
             }
             Call::Checkpoint => {
                 // SAFETY: as for lock.
-                unsafe { (self.checkpoint?)(pid, &raw mut args) }
+                unsafe { (self.checkpoint?)(pid, (&raw mut args).cast()) }
             }
             Call::Restore => {
-                // SAFETY: as for lock; a zero count means no list of GPUs follows.
-                unsafe { (self.restore?)(pid, &raw mut args) }
+                let pairs = if map.is_empty() { std::ptr::null() } else { map.as_ptr() };
+                let count = u32::try_from(map.len()).unwrap_or(0);
+                let mut args = RestoreArgs { pairs, count, reserved: [0; 13] };
+                // SAFETY: as for lock; the pairs are `count` initialised ones that outlive the call,
+                // and a zero count means that none follow.
+                unsafe { (self.restore?)(pid, (&raw mut args).cast()) }
             }
             Call::Unlock => {
                 // SAFETY: as for lock.
-                unsafe { (self.unlock?)(pid, &raw mut args) }
+                unsafe { (self.unlock?)(pid, (&raw mut args).cast()) }
             }
-            Call::Init | Call::Usage | Call::FreeMemory | Call::JobFiles | Call::CopyJobFile => {
+            Call::Init
+            | Call::Toggle
+            | Call::Usage
+            | Call::FreeMemory
+            | Call::JobFiles
+            | Call::CopyJobFile => {
                 return None;
             }
         };
@@ -143,6 +175,8 @@ mod tests {
     #[test]
     fn arguments_have_the_size_of_cuda_h() {
         assert_eq!(size_of::<Args>(), 64);
+        assert_eq!(size_of::<RestoreArgs>(), 64);
+        assert_eq!(size_of::<GpuPair>(), 32);
     }
 
     #[test]

@@ -1,23 +1,30 @@
-//! The driver helper: the process in which libcuda lives.
+//! The driver helper: the process in which libcuda lives, or which starts NVIDIA's command.
 //!
 //! Reads requests from standard input and answers on standard output until the input ends. A call
 //! may block for ever; then the client kills this process, which harms neither the target nor the
 //! operation under way (measured). It dies with the thread that started it.
 
+use std::cell::Cell;
 use std::fs::File;
 use std::io::{self, BufRead, Write};
+use std::os::fd::AsRawFd as _;
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::sync::Mutex;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
+use stasis_config::config::Interface;
+
+use super::all_or_none::AllOrNone;
+use super::back_end::{Asked, BackEnd, ByUtility, Called};
 use super::ffi::Api;
 use super::job::VARIABLE;
 use super::job_file;
 use super::nvml::Monitor;
 use super::protocol::{Reply, Request};
 use super::together::Together;
-use super::{Call, DriverFacts, search};
+use super::utility::Utility;
+use super::{Call, DriverFacts, Steps, search};
 use crate::processes::Pid;
 use crate::{child, sys};
 
@@ -67,12 +74,19 @@ pub fn serve() -> ExitCode {
     child::exit_now(0)
 }
 
-/// The libraries of this process.
+/// The libraries of this process, and what makes the calls.
 struct Loaded {
+    /// Of the library.
     path: PathBuf,
-    api: Api,
+    /// Also where the command makes the calls: it keeps the driver started, which is slow to start
+    /// on hosts with many GPUs. None where the command alone finds it.
+    api: Option<Api>,
+    /// NVIDIA's command, if it makes the calls.
+    utility: Option<ByUtility>,
+    /// Why it does not where the library cannot.
+    no_utility: Option<String>,
     nvml: Option<Monitor>,
-    /// The live file of the job that this process is in, open for the driver.
+    /// The live file of the job that this process is in, open for the driver and for the command.
     _job: Option<File>,
 }
 
@@ -89,6 +103,8 @@ impl Loaded {
         let variable = std::env::var_os(search::LIBCUDA_VARIABLE).map(PathBuf::from);
         let mut failures = Vec::new();
         let candidates = search::libcuda(request.libcuda.as_deref(), variable);
+        // Also the command is not to find another one by chance.
+        let named = candidates.len() == 1;
         let loaded = candidates.iter().find_map(|path| match Api::load(path) {
             Ok(api) => Some((path.clone(), api)),
             Err(error) => {
@@ -96,25 +112,66 @@ impl Loaded {
                 None
             }
         });
-        let Some((path, api)) = loaded else {
-            return Err(Reply::NoLibrary(summary(&failures)));
+        let (path, api) = loaded.unzip();
+        let missing = api.as_ref().is_some_and(|api| !api.missing().is_empty());
+        let wanted = match request.interface {
+            Interface::Auto => missing,
+            Interface::Library => false,
+            Interface::Utility => true,
         };
-        match api.init() {
-            0 => {
-                let nvml = Monitor::load(request.libnvml.as_deref(), &path);
-                Ok(Self { path, api, nvml, _job: job })
-            }
-            code => Err(Reply::InitFailed(code)),
+        if api.is_none() && (named || !wanted) {
+            return Err(Reply::NoLibrary(summary(&failures)));
         }
+        match api.as_ref().map_or(0, Api::init) {
+            0 => {}
+            code => return Err(Reply::InitFailed(code)),
+        }
+        let (mut utility, mut no_utility) = (None, None);
+        if wanted {
+            match ask_utility(request, path.as_ref(), job.as_ref()) {
+                Ok(asked) => utility = Some(asked),
+                // It has looked for the library as well.
+                Err(why) if api.is_none() => {
+                    return Err(Reply::NoLibrary(format!("{}; {why}", summary(&failures))));
+                }
+                Err(why) if request.interface == Interface::Utility => {
+                    return Err(Reply::NoUtility(why));
+                }
+                Err(why) => no_utility = Some(why),
+            }
+        }
+        let path = path.unwrap_or_default();
+        let nvml = Monitor::load(request.libnvml.as_deref(), &path);
+        Ok(Self { path, api, utility, no_utility, nvml, _job: job })
     }
 
     fn facts(&self) -> DriverFacts {
+        let missing = match &self.utility {
+            Some(_) => Vec::new(),
+            None => self.api.as_ref().map(Api::missing).unwrap_or_default(),
+        };
         DriverFacts {
             library: self.path.clone(),
-            cuda_version: self.api.version(),
+            cuda_version: self.api.as_ref().map_or(0, Api::version),
             driver_version: self.nvml.as_ref().and_then(Monitor::driver_version),
             gpus: self.nvml.as_ref().and_then(|nvml| nvml.gpus().ok()).unwrap_or_default(),
-            missing: self.api.missing(),
+            missing,
+            utility: self.utility.as_ref().map(|utility| utility.program().to_owned()),
+            no_utility: self.no_utility.clone(),
+            steps: self.steps(),
+        }
+    }
+
+    fn steps(&self) -> Steps {
+        self.utility.as_ref().map_or(Steps::Separate, ByUtility::steps)
+    }
+
+    /// Makes a call. Without either there is no driver that could be asked.
+    fn make(&self, asked: Asked<'_>) -> Called {
+        match (&self.utility, &self.api) {
+            (Some(utility), _) => utility.call(asked),
+            (None, Some(api)) => BackEnd::call(api, asked),
+            (None, None) => Called::Unsupported,
         }
     }
 
@@ -129,14 +186,21 @@ impl Loaded {
     /// A thread for each process. Answers are sent as the calls come back.
     fn call_for_all(&self, request: &Request, output: &Mutex<io::Stdout>) -> io::Result<()> {
         let timeout = Duration::from_millis(request.timeout_ms.into());
-        let together = Together::new(request.pids.len(), timeout);
+        let deadline = Instant::now() + Duration::from_millis(request.limit_ms);
+        let total = request.pids.len();
+        let (together, all) = (Together::new(total, timeout), AllOrNone::new(total, timeout));
         std::thread::scope(|scope| {
             let calls: Vec<_> = request
                 .pids
                 .iter()
                 .map(|&pid| {
-                    let together = &together;
-                    scope.spawn(move || send(output, &self.call(request.call, pid, together)))
+                    let (together, all) = (&together, &all);
+                    let checkpointed = request.checkpointed.contains(&pid);
+                    let call = request.call;
+                    let device_map = &request.device_map;
+                    let asked =
+                        Asked { call, pid, checkpointed, timeout_ms: 0, deadline, device_map };
+                    scope.spawn(move || send(output, &self.call(asked, together, all)))
                 })
                 .collect();
             calls.into_iter().try_for_each(|call| {
@@ -145,16 +209,27 @@ impl Loaded {
         })
     }
 
-    fn call(&self, call: Call, pid: Pid, together: &Together) -> Reply {
-        if call == Call::Lock && self.api.missing().is_empty() {
-            let code =
-                |call, timeout| self.api.call(call, pid, timeout).map_or(-1, |(code, _)| code);
-            let code = together.lock(|timeout| code(Call::Lock, timeout), || code(Call::Unlock, 0));
-            return Reply::Answer { pid, code, value: 0 };
+    fn call(&self, asked: Asked<'_>, together: &Together, all: &AllOrNone) -> Reply {
+        if asked.call != Call::Lock {
+            return reply(asked.pid, self.make(asked));
         }
-        match self.api.call(call, pid, 0) {
-            Some((code, value)) => Reply::Answer { pid, code, value },
-            None => Reply::Unsupported { pid },
+        if self.steps() == Steps::Toggle {
+            let back = Asked { call: Call::Restore, checkpointed: true, ..asked };
+            return reply(asked.pid, all.toggle(|| self.make(asked), || self.make(back)));
+        }
+        // The last that was no code; it ends the lock.
+        let failed = Cell::new(None);
+        let code = |call, timeout_ms| match self.make(Asked { call, timeout_ms, ..asked }) {
+            Called::Answer { code, .. } => code,
+            other => {
+                failed.set(Some(other));
+                NO_CODE
+            }
+        };
+        let code = together.lock(|timeout| code(Call::Lock, timeout), || code(Call::Unlock, 0));
+        match failed.take() {
+            Some(failed) => reply(asked.pid, failed),
+            None => Reply::Answer { pid: asked.pid, code, value: 0 },
         }
     }
 }
@@ -169,6 +244,34 @@ fn copy_job_file(request: &Request) -> Reply {
             .map_err(|error| format!("cannot be copied: {error}"))
     });
     copied.map_or_else(Reply::NoJobFile, Reply::Copied)
+}
+
+/// None of the driver's.
+const NO_CODE: i32 = -1;
+
+fn reply(pid: Pid, called: Called) -> Reply {
+    match called {
+        Called::Answer { code, value } => Reply::Answer { pid, code, value },
+        Called::AlreadyThere => Reply::AlreadyThere { pid },
+        Called::BroughtBack => Reply::BroughtBack { pid },
+        Called::OthersNotReady => Reply::OthersNotReady { pid },
+        Called::Unsupported => Reply::Unsupported { pid },
+        Called::Late => Reply::Late { pid },
+        Called::Failed(how) => Reply::Failed { pid, how },
+    }
+}
+
+/// Has NVIDIA's command say what it offers, well within the time that the client waits for.
+fn ask_utility(
+    request: &Request,
+    libcuda: Option<&PathBuf>,
+    job: Option<&File>,
+) -> Result<ByUtility, String> {
+    // It inherits no descriptor, so it gets the file by that of this process.
+    let own = |file: &File| format!("/proc/{}/fd/{}", std::process::id(), file.as_raw_fd());
+    let libcuda = libcuda.map(PathBuf::as_path);
+    let utility = Utility::new(&request.utility, libcuda).in_job(job.map(own));
+    ByUtility::new(utility, Duration::from_millis(request.limit_ms) * 9 / 10)
 }
 
 fn job_files(request: &Request) -> Reply {

@@ -2,11 +2,14 @@
 //!
 //! `Driver` is the only way to the driver. Behind it, [`client`] starts a short-lived helper
 //! process (this executable again, hidden subcommand [`HELPER_SUBCOMMAND`]) that loads libcuda,
-//! because a driver call can hang for ever and a hung call can only be ended with its process.
+//! because a driver call can hang for ever and a hung call can only be ended with its process. Where
+//! libcuda does not have the functions, before 570, the helper has NVIDIA's command make the calls.
 //!
 //! The facts that this module relies on are NVIDIA's `cuCheckpointProcess*` API of `cuda.h`
 //! and measurements on driver 580 (H200).
 
+mod all_or_none;
+mod back_end;
 pub mod client;
 mod ffi;
 pub mod helper;
@@ -15,7 +18,11 @@ mod job_file;
 mod nvml;
 mod protocol;
 pub mod search;
+pub mod sides;
 mod together;
+mod toggled;
+pub(crate) mod utility;
+mod words;
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -45,12 +52,15 @@ pub enum CudaState {
     Failed,
     /// A value that this version does not know (13.4 has CHECKPOINTING and RESTORING).
     Unknown(i32),
+    /// Running or locked, by a driver that cannot be asked ([`Steps::Toggle`]): its last step was
+    /// refused, or lost. It cannot be unlocked then.
+    Undetermined,
 }
 
 impl CudaState {
     /// From the value of `CUprocessState`.
     #[must_use]
-    pub fn from_raw(raw: i32) -> Self {
+    pub const fn from_raw(raw: i32) -> Self {
         match raw {
             0 => Self::Running,
             1 => Self::Locked,
@@ -69,6 +79,7 @@ impl fmt::Display for CudaState {
             Self::Checkpointed => f.write_str("CHECKPOINTED"),
             Self::Failed => f.write_str("FAILED"),
             Self::Unknown(raw) => write!(f, "state {raw}"),
+            Self::Undetermined => f.write_str("RUNNING or LOCKED (told only from driver 555 on)"),
         }
     }
 }
@@ -91,6 +102,8 @@ pub enum Call {
     Restore,
     /// `cuCheckpointProcessUnlock`.
     Unlock,
+    /// Lock and checkpoint, or restore and unlock, in one step, by NVIDIA's command.
+    Toggle,
     /// NVML: which GPUs the processes use.
     Usage,
     /// NVML: how much memory of the GPUs is free.
@@ -113,6 +126,7 @@ impl Call {
             Self::Checkpoint => "cuCheckpointProcessCheckpoint",
             Self::Restore => "cuCheckpointProcessRestore",
             Self::Unlock => "cuCheckpointProcessUnlock",
+            Self::Toggle => "cuda-checkpoint --toggle",
             Self::Usage => "nvmlDeviceGetComputeRunningProcesses",
             Self::FreeMemory => "nvmlDeviceGetMemoryInfo",
             Self::JobFiles => "the search for a job file",
@@ -125,6 +139,7 @@ impl Call {
     pub fn since(self) -> u32 {
         match self {
             Self::Init | Self::Usage | Self::FreeMemory | Self::JobFiles | Self::CopyJobFile => 0,
+            Self::Toggle => 550,
             _ => 570,
         }
     }
@@ -210,6 +225,39 @@ pub enum DriverError {
         /// Its exit status and last words.
         how: String,
     },
+    /// NVIDIA's command said something that is not understood.
+    #[error("{} by NVIDIA's command: {how}", call.function())]
+    Utility {
+        /// What was called.
+        call: Call,
+        /// Its words.
+        how: String,
+    },
+    /// NVIDIA's command is to be used and cannot be.
+    #[error("NVIDIA's command cannot be used: {0}")]
+    NoUtility(String),
+    /// CRIU could not have dumped the process; it runs on as before.
+    #[error(
+        "{} left it with an NVIDIA device open, so it was brought back at once; if it uses NVML beside \
+         CUDA, that needs driver 570 or later",
+        call.function()
+    )]
+    BroughtBack {
+        /// What was called.
+        call: Call,
+    },
+    /// Others, which it may be waited for by, were not ready; it runs on as before.
+    #[error("{}: brought back, since other processes were not ready in time", call.function())]
+    OthersNotReady {
+        /// What was called.
+        call: Call,
+    },
+    /// The process is where the call leads; nothing was done.
+    #[error("{}: there is nothing to do", call.function())]
+    AlreadyThere {
+        /// What was called.
+        call: Call,
+    },
     /// The library was not found or could not be loaded.
     #[error("no usable libcuda.so.1: {0}")]
     NoLibrary(String),
@@ -218,15 +266,21 @@ pub enum DriverError {
     JobFile(String),
     /// The library has no such function.
     #[error(
-        "this driver ({driver}) cannot checkpoint: libcuda has no {}, which needs driver {} or later",
-        call.function(), call.since()
+        "this driver ({driver}) cannot checkpoint: libcuda has no {}, which needs driver {} or later{}",
+        call.function(), call.since(), instead.as_deref().map(instead_of_library).unwrap_or_default()
     )]
     Unsupported {
         /// What was called.
         call: Call,
         /// The driver's version, as far as it is known.
         driver: String,
+        /// Why NVIDIA's command is not used instead.
+        instead: Option<String>,
     },
+}
+
+fn instead_of_library(why: &str) -> String {
+    format!("; from {} on NVIDIA's command can, but {why}", Call::Toggle.since())
 }
 
 impl DriverError {
@@ -235,6 +289,9 @@ impl DriverError {
     pub fn code(&self) -> Option<CudaError> {
         match self {
             Self::Refused { error, .. } => Some(*error),
+            Self::OthersNotReady { .. } => Some(CudaError::NOT_READY),
+            // As the driver says of a process that is not where the call begins.
+            Self::AlreadyThere { .. } => Some(CudaError::ILLEGAL_STATE),
             _ => None,
         }
     }
@@ -263,6 +320,19 @@ impl From<Gpu> for stasis_config::manifest::Gpu {
     }
 }
 
+/// Which steps the driver offers.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Steps {
+    /// Each by itself, and the state is told: from 555 on.
+    #[default]
+    Separate,
+    /// Lock and checkpoint are one step, restore and unlock are one, and no state is told: 550 to 554.
+    /// What such a step leaves LOCKED, when it is refused or lost, cannot be unlocked by any means
+    /// (a refused one does on 580, and a toggle of a LOCKED process is refused; both measured).
+    Toggle,
+}
+
 /// What the driver of this host is.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub struct DriverFacts {
@@ -274,8 +344,18 @@ pub struct DriverFacts {
     pub driver_version: Option<String>,
     /// The GPUs, as NVML lists them; empty without NVML.
     pub gpus: Vec<Gpu>,
-    /// Functions of the checkpoint API that the library does not have.
+    /// Functions of the checkpoint API that the library does not have; none where NVIDIA's command
+    /// is used instead.
     pub missing: Vec<String>,
+    /// NVIDIA's command, where it makes the calls.
+    #[serde(default)]
+    pub utility: Option<PathBuf>,
+    /// Why it does not, where the library cannot either.
+    #[serde(default)]
+    pub no_utility: Option<String>,
+    /// Which steps there are.
+    #[serde(default)]
+    pub steps: Steps,
 }
 
 /// Which GPUs a process uses, and how much of them.
@@ -291,6 +371,17 @@ impl DriverFacts {
     pub fn branch(&self) -> Option<u32> {
         self.driver_version.as_deref()?.split('.').next()?.parse().ok()
     }
+
+    /// That this driver does not have `call`.
+    #[must_use]
+    pub fn unsupported(&self, call: Call) -> DriverError {
+        let cuda = format!("CUDA {}.{}", self.cuda_version / 1000, self.cuda_version % 1000 / 10);
+        let driver = match &self.driver_version {
+            Some(version) => format!("{version}, {cuda}"),
+            None => cuda,
+        };
+        DriverError::Unsupported { call, driver, instead: self.no_utility.clone() }
+    }
 }
 
 /// The driver of this host. Every method comes back within its limit.
@@ -302,17 +393,27 @@ pub trait Driver {
     /// Loads the driver, if that was not done yet, and says what it is.
     fn facts(&mut self) -> Result<DriverFacts, DriverError>;
 
+    /// Which steps it offers.
+    fn steps(&mut self) -> Result<Steps, DriverError> {
+        self.facts().map(|facts| facts.steps)
+    }
+
     /// The restore thread of each process (in this process's pid namespace); `None` for a process
     /// without CUDA or one that is gone. The one call that also answers for frozen processes.
     fn probe(&mut self, pids: &[Pid]) -> Answers<Option<Pid>>;
 
-    /// The state of each process. Blocks for as long as an operation on the process goes on,
+    /// The state of each process; with [`Steps::Toggle`] whether it is CHECKPOINTED. Blocks for as long as an operation on the process goes on,
     /// also one whose caller was killed, so `limit` should be that of the operation.
     fn states(&mut self, pids: &[Pid], limit: Duration) -> Answers<CudaState>;
 
     /// Locks all together, within `timeout`. One that is granted while others are not is unlocked
     /// for moments, in which it launches what they may be waiting for. If not all are granted at
     /// once, `waiting` is called, once, while the locks stay requested.
+    ///
+    /// With [`Steps::Toggle`] this checkpoints, too, and takes as long as both may, since the step has
+    /// no timeout of its own; one that is CHECKPOINTED stays so. If some are late the others are brought
+    /// back, and `waiting` is called again, since they have to run for those. After a success it is certain that the
+    /// process is not LOCKED, whatever an earlier step had left.
     fn lock(&mut self, pids: &[Pid], timeout: Duration, waiting: &mut dyn FnMut()) -> Answers<()>;
 
     /// Checkpoints all at the same moment.

@@ -3,10 +3,11 @@
 //! A request with `n` pids is answered by `n` lines, in the order in which the calls come back;
 //! `Init`, `Usage`, `FreeMemory`, `JobFiles` and `CopyJobFile` by one. One request is under way at a time.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
+use stasis_config::config::Interface;
 
 use super::job::{Copied, Job, Named, Neighbour, Unusable};
 use super::{Call, DriverFacts, GpuUse};
@@ -20,9 +21,22 @@ pub(super) struct Request {
     /// For whom; empty for `Init`.
     #[serde(default)]
     pub(super) pids: Vec<Pid>,
-    /// The driver's own timeout for `Lock`, in milliseconds.
+    /// Those that are known to be CHECKPOINTED, for drivers that do not tell.
+    #[serde(default)]
+    pub(super) checkpointed: BTreeSet<Pid>,
+    /// The driver's own timeout for `Lock`, in milliseconds; where it has none, how long processes
+    /// that are toggled wait for each other.
     #[serde(default)]
     pub(super) timeout_ms: u32,
+    /// How long a call may take, in milliseconds, where it can be ended without ending the helper.
+    #[serde(default)]
+    pub(super) limit_ms: u64,
+    /// For `Init`: by what calls are made.
+    #[serde(default)]
+    pub(super) interface: Interface,
+    /// For `Init`: NVIDIA's command.
+    #[serde(default)]
+    pub(super) utility: PathBuf,
     /// For `Init`: the configured library.
     #[serde(default)]
     pub(super) libcuda: Option<PathBuf>,
@@ -55,7 +69,11 @@ impl Request {
         Self {
             call,
             pids: Vec::new(),
+            checkpointed: BTreeSet::new(),
             timeout_ms: 0,
+            limit_ms: 0,
+            interface: Interface::default(),
+            utility: PathBuf::new(),
             libcuda: None,
             libnvml: None,
             job: None,
@@ -78,6 +96,8 @@ pub(super) enum Reply {
     NoJobFile(String),
     /// `Init` found no library.
     NoLibrary(String),
+    /// NVIDIA's command cannot be used, for this reason.
+    NoUtility(String),
     /// `cuInit` returned this.
     InitFailed(i32),
     /// A call for one pid came back.
@@ -93,6 +113,33 @@ pub(super) enum Reply {
     Unsupported {
         /// For whom.
         pid: Pid,
+    },
+    /// The process is where the call leads, and the driver was not asked.
+    AlreadyThere {
+        /// For whom.
+        pid: Pid,
+    },
+    /// The process was checkpointed, still had a device open, and was restored.
+    BroughtBack {
+        /// For whom.
+        pid: Pid,
+    },
+    /// The process was checkpointed, and restored because others were not ready.
+    OthersNotReady {
+        /// For whom.
+        pid: Pid,
+    },
+    /// A call was ended because its time was up.
+    Late {
+        /// For whom.
+        pid: Pid,
+    },
+    /// What came back is not understood.
+    Failed {
+        /// For whom.
+        pid: Pid,
+        /// What came back.
+        how: String,
     },
     /// `Usage`; `None` without NVML.
     Usage(Option<BTreeMap<Pid, GpuUse>>),

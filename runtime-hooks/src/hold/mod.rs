@@ -28,10 +28,18 @@ pub const HELPER_SUBCOMMAND: &str = "__hold";
 /// worker threads are called (`cuda00001400006`; both seen on 580). An application can call its
 /// own threads anything, so no more than this is believed.
 fn is_drivers_name(name: &str) -> bool {
-    name == "cuda-EvtHandlr"
-        || name.strip_prefix("cuda").is_some_and(|number| {
-            number.len() >= 8 && number.bytes().all(|byte| byte.is_ascii_hexdigit())
-        })
+    name == "cuda-EvtHandlr" || is_workers_name(name, 8)
+}
+
+/// Whether a thread of this name may be a restore thread: `cuda` and eleven digits (seen on 580).
+pub(crate) fn is_restore_threads_name(name: &str) -> bool {
+    is_workers_name(name, 11)
+}
+
+fn is_workers_name(name: &str, digits: usize) -> bool {
+    name.strip_prefix("cuda").is_some_and(|number| {
+        number.len() >= digits && number.bytes().all(|byte| byte.is_ascii_hexdigit())
+    })
 }
 
 /// Which threads of a process go on running.

@@ -7,28 +7,24 @@
 use std::fs::{File, OpenOptions};
 use std::io::{self, Read, Write};
 use std::os::unix::fs::OpenOptionsExt as _;
-use std::os::unix::process::CommandExt as _;
 use std::path::{Path, PathBuf};
-use std::process::{Command, ExitCode, Stdio};
-use std::time::{Duration, Instant};
+use std::process::ExitCode;
+use std::time::Instant;
 
-use nix::sys::memfd::{MFdFlags, memfd_create};
-use nix::sys::signal::Signal;
 use stasis_config::config;
 use stasis_config::manifest::MAX_JOB_BYTES;
+use stasis_config::text::printable;
 
 use super::directory::make_usable;
 use super::{JobDirectory, JobError};
 use crate::cuda::job::VARIABLE;
-use crate::runc::output::tail;
-use crate::sys;
+use crate::cuda::utility::{Silent, Utility};
 
 /// First argument that makes this executable the copier; the second is the file to make.
 pub const SUBCOMMAND: &str = "__job-file";
 
-/// How much of what the utility says goes into an error, in bytes.
-const OUTPUT: u64 = 1024;
-const POLL: Duration = Duration::from_millis(2);
+/// How much of what the utility says goes into an error, in characters.
+const OUTPUT: usize = 1024;
 
 /// In the program that the utility becomes: copies.
 #[must_use]
@@ -69,58 +65,21 @@ pub(super) fn fresh(directory: &JobDirectory, cuda: &config::Cuda) -> Result<(),
 }
 
 fn run(cuda: &config::Cuda, target: &Path) -> Result<(), JobError> {
-    let output = memfd_create(c"utility-output", MFdFlags::MFD_CLOEXEC).map(File::from);
-    let output = output.map_err(|error| failed(cuda, &error.to_string()))?;
-    let mut command = command(cuda, target);
-    let copy = || output.try_clone().map_err(|error| failed(cuda, &error.to_string()));
-    command.stdin(Stdio::null()).stdout(copy()?).stderr(copy()?);
-    let mut child = command.spawn().map_err(|error| match error.kind() {
-        io::ErrorKind::NotFound => failed(
-            cuda,
-            "is not there; it comes with the driver, or set cuda.utility in config.toml",
-        ),
-        _ => failed(cuda, &format!("cannot be started: {error}")),
-    })?;
-    let deadline = Instant::now() + cuda.init_timeout;
-    let status = loop {
-        match child.try_wait() {
-            Ok(Some(status)) => break status,
-            Ok(None) if Instant::now() < deadline => std::thread::sleep(POLL),
-            Ok(None) => {
-                let _ = child.kill();
-                let _ = child.wait();
-                let limit = cuda.init_timeout;
-                return Err(failed(cuda, &format!("did not end within {limit:?} and was killed")));
-            }
-            Err(error) => return Err(failed(cuda, &error.to_string())),
-        }
-    };
-    if status.success() {
-        return Ok(());
-    }
-    let said = tail(output, OUTPUT);
-    let said = said.split_whitespace().collect::<Vec<_>>().join(" ");
-    Err(failed(cuda, &format!("{status}: {said}")))
-}
-
-fn command(cuda: &config::Cuda, target: &Path) -> Command {
-    let mut command = Command::new(&cuda.utility);
+    let utility = Utility::new(&cuda.utility, cuda.libcuda.as_deref());
     // Not by its name, which an upgrade may have taken; and not as `self`, which is the utility.
     let own = format!("/proc/{}/exe", std::process::id());
-    command
-        .args(["--launch-job".as_ref(), Path::new(&own), Path::new(SUBCOMMAND), target])
-        .env_remove("LD_PRELOAD")
-        .env_remove("CUDA_VISIBLE_DEVICES")
-        .env_remove(VARIABLE)
-        .current_dir("/")
-        .process_group(0);
-    // It looks for libcuda by itself.
-    if let Some(directory) = cuda.libcuda.as_deref().and_then(Path::parent) {
-        command.env("LD_LIBRARY_PATH", directory);
+    let arguments = [Path::new("--launch-job"), Path::new(&own), Path::new(SUBCOMMAND), target];
+    let limit = cuda.init_timeout;
+    let said = utility.run(arguments, Instant::now() + limit).map_err(|silent| match silent {
+        Silent::Late => failed(cuda, &format!("did not end within {limit:?} and was killed")),
+        Silent::NotRun(why) => failed(cuda, &why),
+    })?;
+    if said.status.success() {
+        return Ok(());
     }
-    sys::close_other_descriptors(&mut command);
-    sys::die_with_parent_thread(&mut command, Signal::SIGKILL);
-    command
+    let words = [said.output, said.errors].join(" ");
+    let words = words.split_whitespace().collect::<Vec<_>>().join(" ");
+    Err(failed(cuda, &format!("{}: {}", said.status, printable(&words, OUTPUT))))
 }
 
 fn failed(cuda: &config::Cuda, reason: &str) -> JobError {
@@ -130,6 +89,7 @@ fn failed(cuda: &config::Cuda, reason: &str) -> JobError {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::time::Duration;
 
     /// A utility that is this script.
     fn utility(text: &str) -> (tempfile::TempDir, config::Cuda) {

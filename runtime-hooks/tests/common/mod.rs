@@ -19,8 +19,9 @@ use stasis_hooks::cdi::CdiError;
 use stasis_hooks::checkpoint::{self, After};
 use stasis_hooks::container::{Cgroup, CgroupVersion, Container};
 use stasis_hooks::cuda::job::{Copied, Identity, Job, Named, Neighbour, Unusable, Way};
+use stasis_hooks::cuda::sides::Sides;
 use stasis_hooks::cuda::{
-    Answers, Call, CudaError, CudaState, Driver, DriverError, DriverFacts, GpuUse,
+    Answers, Call, CudaError, CudaState, Driver, DriverError, DriverFacts, GpuUse, Steps,
 };
 use stasis_hooks::error::{Cause, Failure};
 use stasis_hooks::freezer::{Freezer, FreezerError};
@@ -97,6 +98,14 @@ pub struct State {
     pub launched: BTreeMap<Pid, u32>,
     /// Those of them that run launch until they wait for another.
     pub ranks_run: bool,
+    /// Which steps the driver offers.
+    pub steps: Steps,
+    /// What is known of its toggles, by the operation under way.
+    pub sides: Sides,
+    /// Processes whose toggle is refused, which leaves them LOCKED.
+    pub refused: Vec<Pid>,
+    /// Processes whose GPU has no room to toggle them back.
+    pub no_room: Vec<Pid>,
     /// The driver's version.
     pub driver: &'static str,
     /// The job file that each process names, by a number; none that is not here.
@@ -170,6 +179,10 @@ impl World {
             usage_is_unknown: false,
             launched: BTreeMap::new(),
             ranks_run: false,
+            steps: Steps::Separate,
+            sides: Sides::default(),
+            refused: Vec::new(),
+            no_room: Vec::new(),
             driver: "580.1",
             jobs: BTreeMap::new(),
             jobs_change_at: None,
@@ -201,6 +214,12 @@ impl World {
             state.driver = "610.1";
             state.jobs = state.cuda.keys().map(|pid| (*pid, 1)).collect();
         });
+        self
+    }
+
+    /// With a driver that can only toggle.
+    pub fn toggling(self) -> Self {
+        self.with(|state| (state.driver, state.steps) = ("550.1", Steps::Toggle));
         self
     }
 
@@ -431,6 +450,77 @@ impl World {
         })
     }
 
+    /// A toggle of those that are told to be on this side. One that is lost may end as it likes.
+    fn toggle(
+        &self,
+        call: Call,
+        name: &'static str,
+        pids: &[Pid],
+        from: CudaState,
+        to: CudaState,
+    ) -> Answers<()> {
+        let fault = if pids.is_empty() { None } else { self.note(name) };
+        self.with(|state| {
+            assert!(!state.frozen || pids.is_empty(), "{name} on a frozen process would hang");
+            if name == "lock" && state.in_flight.values().any(|left| *left > 0) {
+                // One waits for another; all are brought back.
+                for left in state.in_flight.values_mut() {
+                    *left = left.saturating_sub(1);
+                }
+                let back = || Err(DriverError::OthersNotReady { call: Call::Toggle });
+                return pids.iter().map(|pid| (*pid, back())).collect();
+            }
+            let mut one = |pid: &Pid| {
+                let Some(current) = state.cuda.get_mut(pid) else {
+                    return Err(DriverError::Refused { call, error: CudaError(304) });
+                };
+                let refused =
+                    |code| DriverError::Refused { call: Call::Toggle, error: CudaError(code) };
+                let told = told(*current);
+                if told != from {
+                    return Err(DriverError::AlreadyThere { call: Call::Toggle });
+                }
+                if *current == CudaState::Locked {
+                    return Err(refused(401));
+                }
+                if from == CudaState::Checkpointed && state.no_room.contains(pid) {
+                    return Err(refused(2));
+                }
+                if state.refused.contains(pid) {
+                    *current = CudaState::Locked;
+                    return Err(refused(801));
+                }
+                let late = || DriverError::Deadline { call: Call::Toggle, after: Duration::ZERO };
+                let (then, answer) = match fault {
+                    None => (to, Ok(())),
+                    Some(Fault::Error(code)) if from == CudaState::Running => {
+                        (CudaState::Locked, Err(refused(code)))
+                    }
+                    Some(Fault::Error(code)) => (from, Err(refused(code))),
+                    // Killed while the lock was waited for, or between restore and unlock.
+                    Some(Fault::Hang) => (CudaState::Locked, Err(late())),
+                    Some(Fault::HangAfter) => (to, Err(late())),
+                    Some(Fault::Crash) => {
+                        let how = "signal: 11".into();
+                        (from, Err(DriverError::HelperLost { call: Call::Toggle, how }))
+                    }
+                    Some(Fault::Lie) => (from, Ok(())),
+                };
+                *current = then;
+                answer
+            };
+            let answers: Answers<()> = pids.iter().map(|pid| (*pid, one(pid))).collect();
+            for (pid, answer) in &answers {
+                state.sides.note(call, *pid, answer);
+            }
+            answers
+        })
+    }
+
+    fn toggles(&self) -> bool {
+        self.with(|state| state.steps == Steps::Toggle)
+    }
+
     fn tool(&self, name: &'static str) -> Result<(), RuncError> {
         match self.note(name) {
             None => Ok(()),
@@ -446,6 +536,11 @@ impl World {
     }
 }
 
+/// What a driver that can only toggle lets see: whether a process has a device open.
+fn told(state: CudaState) -> CudaState {
+    if state == CudaState::Checkpointed { state } else { CudaState::Running }
+}
+
 impl Driver for World {
     fn facts(&mut self) -> Result<DriverFacts, DriverError> {
         match self.note("facts") {
@@ -453,9 +548,14 @@ impl Driver for World {
             None => Ok(DriverFacts {
                 cuda_version: 13000,
                 driver_version: Some(self.with(|state| state.driver).into()),
+                steps: self.with(|state| state.steps),
                 ..DriverFacts::default()
             }),
         }
+    }
+
+    fn steps(&mut self) -> Result<Steps, DriverError> {
+        Ok(self.with(|state| state.steps))
     }
 
     fn probe(&mut self, pids: &[Pid]) -> Answers<Option<Pid>> {
@@ -481,6 +581,9 @@ impl Driver for World {
             pids.iter()
                 .map(|pid| {
                     let answer = match (fault, state.cuda.get(pid)) {
+                        (None, Some(found)) if state.steps == Steps::Toggle => {
+                            Ok(state.sides.state(*pid, told(*found)))
+                        }
                         (None, Some(found)) => Ok(*found),
                         (None, None) => {
                             Err(DriverError::Refused { call: Call::State, error: CudaError(304) })
@@ -496,6 +599,10 @@ impl Driver for World {
     }
 
     fn lock(&mut self, pids: &[Pid], timeout: Duration, waiting: &mut dyn FnMut()) -> Answers<()> {
+        if self.toggles() {
+            let (running, checkpointed) = (CudaState::Running, CudaState::Checkpointed);
+            return self.toggle(Call::Lock, "lock", pids, running, checkpointed);
+        }
         // The driver's own timeout passes where something is in flight.
         let answers = self.act(Call::Lock, "lock", pids, CudaState::Running, CudaState::Locked);
         if answers
@@ -511,14 +618,27 @@ impl Driver for World {
     }
 
     fn checkpoint(&mut self, pids: &[Pid], _: Duration) -> Answers<()> {
+        if self.toggles() {
+            let (running, checkpointed) = (CudaState::Running, CudaState::Checkpointed);
+            return self.toggle(Call::Checkpoint, "checkpoint", pids, running, checkpointed);
+        }
         self.act(Call::Checkpoint, "checkpoint", pids, CudaState::Locked, CudaState::Checkpointed)
     }
 
     fn restore(&mut self, pids: &[Pid], _: Duration) -> Answers<()> {
+        if self.toggles() {
+            let (running, checkpointed) = (CudaState::Running, CudaState::Checkpointed);
+            return self.toggle(Call::Restore, "restore", pids, checkpointed, running);
+        }
         self.act(Call::Restore, "restore", pids, CudaState::Checkpointed, CudaState::Locked)
     }
 
     fn unlock(&mut self, pids: &[Pid], _: Duration) -> Answers<()> {
+        if self.toggles() {
+            // What is restored is unlocked.
+            let already = || Err(DriverError::AlreadyThere { call: Call::Toggle });
+            return pids.iter().map(|pid| (*pid, already())).collect();
+        }
         self.act(Call::Unlock, "unlock", pids, CudaState::Locked, CudaState::Running)
     }
 
