@@ -4,7 +4,7 @@
 #   make test              unit tests, then end-to-end tests
 #   make e2e FILTER=word   the end-to-end tests with word in their name; SUITES=forky: in that lab
 #   make bench             containerd's own shim and ours side by side, in numbers
-#   make release           the programs as they are installed
+#   make release           the programs as they are installed, with man pages and completions
 #   make install           puts them where they belong, see the variables PREFIX and DESTDIR below
 #   make lab               the Debian roots in which demo and e2e run (needs root, as they do)
 
@@ -25,6 +25,8 @@ prerequisites:
 build: prerequisites
 	@echo "make: building the binaries, the emulated GPU and the workloads"
 	cargo build --locked --workspace
+	@echo "make: man pages and completions"
+	cargo run --locked --package stasis-hooks --example manual -- $(GENERATED)
 
 unit: prerequisites
 	@echo "make: unit tests"
@@ -65,8 +67,10 @@ MANDIR ?= $(DATADIR)/man
 BASHDIR ?= $(DATADIR)/bash-completion/completions
 ZSHDIR ?= $(DATADIR)/zsh/site-functions
 FISHDIR ?= $(DATADIR)/fish/vendor_completions.d
-# Where the binaries are taken from.
+# Where the binaries are taken from, and the pages and completions that are made of the command line of
+# stasis.
 BINARIES ?= $(or $(CARGO_TARGET_DIR),target)/release
+GENERATED ?= $(or $(CARGO_TARGET_DIR),target)/manual
 
 PROGRAMS := containerd-shim-runc-stasis stasis stasis-runc
 # A directory for containerd's PATH, in which our shim has the name of containerd's own.
@@ -75,12 +79,15 @@ MANUALS := $(wildcard contrib/man/*.[158])
 DOCUMENTS := README.md LICENSE config/config.toml
 SAMPLES := $(wildcard config/containerd/* config/docker/* config/podman/* config/kubernetes/*)
 MANUAL = $(MANDIR)/man$(patsubst .%,%,$(suffix $1))/$(notdir $1)
-COMPLETIONS := \
+# Those that are generated; a page for each command.
+PAGES := stasis.1 $(patsubst %,stasis-%.1,check inspect ps repair resume suspend)
+COMPLETIONS := $(BASHDIR)/stasis $(ZSHDIR)/_stasis $(FISHDIR)/stasis.fish \
 	$(patsubst contrib/completions/bash/%,$(BASHDIR)/%,$(wildcard contrib/completions/bash/*)) \
 	$(patsubst contrib/completions/zsh/%,$(ZSHDIR)/%,$(wildcard contrib/completions/zsh/*)) \
 	$(patsubst contrib/completions/fish/%,$(FISHDIR)/%,$(wildcard contrib/completions/fish/*))
 # All of it, and nothing else, is what uninstall removes.
-INSTALLED = $(PROGRAMS:%=$(BINDIR)/%) $(V2) $(foreach page,$(MANUALS),$(call MANUAL,$(page))) \
+INSTALLED = $(PROGRAMS:%=$(BINDIR)/%) $(V2) \
+	$(foreach page,$(MANUALS) $(PAGES),$(call MANUAL,$(page))) \
 	$(addprefix $(DOCDIR)/,$(notdir $(DOCUMENTS)) $(SAMPLES:config/%=%)) $(COMPLETIONS)
 # And of directories, those that are ours alone.
 OWN = $(sort $(dir $(SAMPLES:config/%=$(DOCDIR)/%))) $(DOCDIR) $(LIBDIR)/stasis
@@ -91,6 +98,8 @@ SCRIPTS += config/kubernetes/stasis-node $(wildcard contrib/completions/bash/*)
 release:
 	@echo "make: building the release"
 	cargo build --locked --release
+	@echo "make: man pages and completions"
+	cargo run --locked --release --package stasis-hooks --example manual -- $(GENERATED)
 
 # With a space in one of them something else would be installed and removed.
 .PHONY: paths
@@ -103,21 +112,22 @@ paths:
 
 # Builds nothing: what root has built, others cannot build again. Leaves /etc/stasis alone.
 install: paths
-	@for program in $(PROGRAMS); do \
-		[ -f $(BINARIES)/$$program ] || { \
-			echo "make: there is no $(BINARIES)/$$program; run: make release" >&2; exit 1; }; \
+	@for file in $(PROGRAMS:%=$(BINARIES)/%) $(PAGES:%=$(GENERATED)/man/%) \
+			$(GENERATED)/bash/stasis $(GENERATED)/zsh/_stasis $(GENERATED)/fish/stasis.fish; do \
+		[ -f $$file ] || { echo "make: there is no $$file; run: make release" >&2; exit 1; }; \
 	done
 	@echo "make: installing into $(DESTDIR)$(PREFIX)"
 	install -d $(addprefix $(DESTDIR),$(sort $(dir $(INSTALLED))))
 	install -m 755 $(PROGRAMS:%=$(BINARIES)/%) $(DESTDIR)$(BINDIR)
 	ln -sf $(BINDIR)/containerd-shim-runc-stasis $(DESTDIR)$(V2)
 	$(foreach page,$(MANUALS),install -m 644 $(page) $(DESTDIR)$(call MANUAL,$(page)) && ) true
+	install -m 644 $(PAGES:%=$(GENERATED)/man/%) $(DESTDIR)$(MANDIR)/man1
 	install -m 644 $(DOCUMENTS) $(DESTDIR)$(DOCDIR)
 	$(foreach sample,$(SAMPLES),install -m $(if $(filter %/stasis-node,$(sample)),755,644) \
 		$(sample) $(DESTDIR)$(DOCDIR)/$(sample:config/%=%) && ) true
-	install -m 644 contrib/completions/bash/* $(DESTDIR)$(BASHDIR)
-	install -m 644 contrib/completions/zsh/* $(DESTDIR)$(ZSHDIR)
-	install -m 644 contrib/completions/fish/* $(DESTDIR)$(FISHDIR)
+	install -m 644 contrib/completions/bash/* $(GENERATED)/bash/stasis $(DESTDIR)$(BASHDIR)
+	install -m 644 contrib/completions/zsh/* $(GENERATED)/zsh/_stasis $(DESTDIR)$(ZSHDIR)
+	install -m 644 contrib/completions/fish/* $(GENERATED)/fish/stasis.fish $(DESTDIR)$(FISHDIR)
 
 uninstall: paths
 	@echo "make: removing from $(DESTDIR)$(PREFIX)"

@@ -37,7 +37,7 @@ pub const VERSION: u32 = 1;
 const TEMPORARY: &str = ".stasis.json.tmp";
 
 /// The largest file that is read or written, in bytes.
-const MAX_BYTES: u64 = 1 << 20;
+pub const MAX_BYTES: u64 = 1 << 20;
 /// The largest number of entries in a list.
 const MAX_ENTRIES: usize = 65_536;
 /// The longest text, in bytes. As long as a path can be.
@@ -296,10 +296,17 @@ impl Manifest {
         Self::parse(&bytes, path).map(Some)
     }
 
-    fn parse(bytes: &[u8], path: PathBuf) -> Result<Self, ManifestError> {
+    /// As [`Self::read`], of the content of a file that lies elsewhere; `path` is its name in errors.
+    ///
+    /// # Errors
+    /// If it is not such a manifest.
+    pub fn parse(bytes: &[u8], path: PathBuf) -> Result<Self, ManifestError> {
         #[derive(Deserialize)]
         struct OfAnyVersion {
             version: Option<u64>,
+        }
+        if bytes.len() as u64 > MAX_BYTES {
+            return Err(ManifestError::TooLarge { path });
         }
         let syntax = |path, error: &serde_json::Error| ManifestError::Syntax {
             path,

@@ -9,6 +9,7 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, bail, ensure};
 use nix::unistd::Pid;
+use serde_json::Value;
 
 use crate::bundle::Bundle;
 use crate::containerd::Containerd;
@@ -23,6 +24,9 @@ use crate::{command, image, leaks, udp, wait};
 
 /// The counter's port; every container has a network namespace of its own.
 pub const PORT: u16 = 10000;
+
+/// How long an image may be looked at: an archive is read as a whole.
+const INSPECT: Duration = Duration::from_secs(30);
 
 /// Where the lab has what cargo built.
 const TARGET: &str = "/stasis-target";
@@ -310,6 +314,28 @@ impl<'a> Case<'a> {
         let mut command = Command::new(self.binary(image::UTILITY));
         command.args(arguments).env("EMULATED_GPU_DIR", self.gpu.store());
         command
+    }
+
+    /// `stasis inspect` on the host of the emulated GPU.
+    #[must_use]
+    pub fn inspect_command(&self, image: &Path) -> Command {
+        let mut command = Command::new(self.binary("stasis"));
+        command.arg("inspect").arg(image);
+        command.env("STASIS_CONFIG", self.runtime.config());
+        command.env("EMULATED_GPU_DIR", self.gpu.store());
+        command
+    }
+
+    /// What `stasis inspect` says of an image; its exit status agrees.
+    pub fn inspect(&self, image: &Path) -> Result<Value> {
+        let finished = command::run(self.inspect_command(image).arg("--json"), INSPECT)?;
+        let seen: Value = serde_json::from_str(&finished.stdout).context(finished.stderr)?;
+        ensure!(
+            finished.status.success() == (seen["whole"] == true),
+            "{}: {seen}",
+            finished.status
+        );
+        Ok(seen)
     }
 
     /// The files of which the image of [`image::NAME`] was made.

@@ -19,6 +19,7 @@ pub mod gpu;
 pub mod image;
 pub mod ipc;
 pub mod leaks;
+pub mod manual;
 pub mod nerdctl;
 pub mod overlay;
 pub mod podman;

@@ -1,20 +1,45 @@
-//! Man pages and completions: that they are well-formed, and that the page of the configuration has
-//! all of it. What completions offer is tested end to end, beside the runtime that they are for.
+//! Man pages and completions, those that are generated too: that they are well-formed, and have all that
+//! they are about. What the completions of stasis-runc offer is tested end to end, beside the runtime of
+//! which it has the command line.
 
 #![expect(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::sync::LazyLock;
 
-fn contrib(directory: &str) -> Vec<PathBuf> {
-    let directory = Path::new(env!("CARGO_MANIFEST_DIR")).join("../contrib").join(directory);
+use stasis_integration::manual;
+use tempfile::TempDir;
+
+/// What is made of the command line of stasis.
+static GENERATED: LazyLock<TempDir> = LazyLock::new(|| {
+    let directory = TempDir::new().unwrap();
+    manual::make(directory.path()).unwrap();
+    directory
+});
+
+fn files(directory: &Path) -> Vec<PathBuf> {
     let files = fs::read_dir(directory).unwrap().map(|entry| entry.unwrap().path());
     let files: Vec<_> = files.collect();
-    assert!(!files.is_empty());
+    assert!(!files.is_empty(), "{}", directory.display());
     files
+}
+
+/// Those by hand and those that are generated.
+fn all(by_hand: &str, generated: &str) -> Vec<PathBuf> {
+    let contrib = Path::new(env!("CARGO_MANIFEST_DIR")).join("../contrib");
+    [files(&contrib.join(by_hand)), files(&GENERATED.path().join(generated))].concat()
+}
+
+/// What stasis can be asked, by its pages.
+fn commands() -> BTreeSet<String> {
+    let pages = files(&GENERATED.path().join("man"));
+    let names = pages.iter().map(|page| page.file_name().unwrap().to_str().unwrap());
+    let command = |name: &str| Some(name.strip_prefix("stasis-")?.strip_suffix(".1")?.to_owned());
+    names.filter_map(command).collect()
 }
 
 /// Runs a checker on a file. One that is not installed has nothing to say.
@@ -29,7 +54,7 @@ fn check(command: &mut Command, file: &Path) {
 
 #[test]
 fn man_pages_are_well_formed() {
-    for page in contrib("man") {
+    for page in all("man", "man") {
         check(Command::new("mandoc").args(["-T", "lint", "-W", "warning"]), &page);
         // Formats, and says only what is wrong.
         let script = "man --warnings --encoding=UTF-8 --local-file \"$1\" >/dev/null";
@@ -46,9 +71,57 @@ fn man_pages_are_well_formed() {
 #[test]
 fn completions_are_well_formed() {
     for shell in ["bash", "zsh", "fish"] {
-        for file in contrib(&format!("completions/{shell}")) {
+        for file in all(&format!("completions/{shell}"), shell) {
             check(Command::new(shell).arg("-n"), &file);
         }
+    }
+}
+
+/// What bash offers behind these words, of which the last is begun.
+fn offered(words: &[&str]) -> BTreeSet<String> {
+    let script = "source \"$1\"; shift; COMP_WORDS=(\"$@\"); COMP_CWORD=$(($# - 1))
+        _stasis \"$1\" \"${COMP_WORDS[COMP_CWORD]}\" \"${COMP_WORDS[COMP_CWORD - 1]}\"
+        [ ${#COMPREPLY[@]} = 0 ] || printf '%s\\n' \"${COMPREPLY[@]}\"";
+    let mut bash = Command::new("bash");
+    bash.args(["-c", script, "bash"]).arg(GENERATED.path().join("bash/stasis")).arg("stasis");
+    let output = bash.args(words).output().unwrap();
+    assert!(output.status.success(), "{output:?}");
+    String::from_utf8(output.stdout).unwrap().lines().map(str::to_owned).collect()
+}
+
+#[test]
+fn completions_offer_what_there_is() {
+    let set = |words: &[&str]| words.iter().map(|word| (*word).to_owned()).collect();
+    let mut commands = commands();
+    assert!(commands.contains("suspend"), "{commands:?}");
+    assert_eq!(offered(&["su"]), set(&["suspend"]));
+    assert_eq!(offered(&["check", "--"]), set(&["--json", "--help"]));
+    // A file, which bash adds by itself.
+    assert_eq!(offered(&["inspect", "c1.tar"]), set(&[]));
+    for shell in ["zsh/_stasis", "fish/stasis.fish"] {
+        let text = fs::read_to_string(GENERATED.path().join(shell)).unwrap();
+        for command in &commands {
+            assert!(text.contains(command), "{shell} has no {command}");
+        }
+    }
+    commands.insert("help".to_owned());
+    let first = offered(&[""]).into_iter().filter(|word| !word.starts_with('-'));
+    assert_eq!(first.collect::<BTreeSet<_>>(), commands);
+}
+
+/// What `--help` does not say stands in the pages all the same.
+#[test]
+fn pages_have_what_the_help_lacks() {
+    for page in files(&GENERATED.path().join("man")) {
+        let text = fs::read_to_string(&page).unwrap();
+        for heading in ["NAME", "SYNOPSIS", "DESCRIPTION", "OPTIONS", "EXIT STATUS", "SEE ALSO"] {
+            assert!(text.contains(&format!("\n.SH {heading}\n")), "{}: {heading}", page.display());
+        }
+        assert!(!text.contains('`'), "{}", page.display());
+    }
+    let inspect = fs::read_to_string(GENERATED.path().join("man/stasis-inspect.1")).unwrap();
+    for word in ["can_restore", "podman container checkpoint", ".SH JSON"] {
+        assert!(inspect.contains(word), "{word}");
     }
 }
 

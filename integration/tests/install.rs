@@ -7,8 +7,10 @@ use std::fs;
 use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
+use std::sync::LazyLock;
 
 use saphyr::{LoadableYamlNode as _, Yaml};
+use stasis_integration::manual;
 use tempfile::TempDir;
 
 const PROGRAMS: [&str; 3] = ["containerd-shim-runc-stasis", "stasis", "stasis-runc"];
@@ -35,6 +37,12 @@ x share/doc/stasis/kubernetes/stasis-node
 - share/doc/stasis/podman/stasis.conf
 - share/fish/vendor_completions.d/stasis-runc.fish
 - share/fish/vendor_completions.d/stasis.fish
+- share/man/man1/stasis-check.1
+- share/man/man1/stasis-inspect.1
+- share/man/man1/stasis-ps.1
+- share/man/man1/stasis-repair.1
+- share/man/man1/stasis-resume.1
+- share/man/man1/stasis-suspend.1
 - share/man/man1/stasis.1
 - share/man/man5/stasis-config.toml.5
 - share/man/man8/containerd-shim-runc-stasis.8
@@ -42,6 +50,15 @@ x share/doc/stasis/kubernetes/stasis-node
 - share/zsh/site-functions/_stasis
 - share/zsh/site-functions/_stasis-runc
 ";
+
+/// What is made of the command line of stasis.
+static GENERATED: LazyLock<TempDir> = LazyLock::new(|| {
+    let directory = TempDir::new().unwrap();
+    // Others than its owner read it: make runs as one who may do nothing that others may not.
+    fs::set_permissions(directory.path(), fs::Permissions::from_mode(0o755)).unwrap();
+    manual::make(directory.path()).unwrap();
+    directory
+});
 
 fn project() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("..").canonicalize().unwrap()
@@ -54,6 +71,7 @@ fn text(path: &str) -> String {
 /// A directory to install into, and one with stand-ins for what cargo builds.
 struct Place {
     binaries: TempDir,
+    generated: PathBuf,
     root: TempDir,
     prefix: &'static str,
 }
@@ -67,7 +85,8 @@ impl Place {
             // The mode is install's business.
             fs::set_permissions(path, fs::Permissions::from_mode(0o600)).unwrap();
         }
-        Self { binaries, root: TempDir::new().unwrap(), prefix }
+        let generated = GENERATED.path().to_owned();
+        Self { binaries, generated, root: TempDir::new().unwrap(), prefix }
     }
 
     /// Runs `make`, as one who may do nothing that others may not.
@@ -85,6 +104,7 @@ impl Place {
             .arg(format!("PREFIX={}", self.prefix))
             .arg(format!("DESTDIR={}", self.root.path().display()))
             .arg(format!("BINARIES={}", self.binaries.path().display()))
+            .arg(format!("GENERATED={}", self.generated.display()))
             .output()
             .unwrap()
     }
@@ -180,6 +200,38 @@ fn without_binaries_nothing_happens() {
     let said = String::from_utf8(output.stderr).unwrap();
     assert!(said.contains("stasis-runc; run: make release"), "{said}");
     assert_eq!(place.list(), "");
+}
+
+#[test]
+fn without_pages_and_completions_nothing_happens() {
+    let mut place = Place::new("/usr/local");
+    place.generated = place.root.path().join("nothing");
+    let output = place.make("install");
+    assert!(!output.status.success());
+    let said = String::from_utf8(output.stderr).unwrap();
+    assert!(said.contains("nothing/man/stasis.1; run: make release"), "{said}");
+    assert_eq!(place.list(), "");
+}
+
+#[test]
+fn all_that_is_generated_is_installed() {
+    let place = Place::new("/usr/local");
+    place.succeed("install");
+    let mut count = 0;
+    for (from, to) in [
+        ("man", "share/man/man1"),
+        ("bash", "share/bash-completion/completions"),
+        ("zsh", "share/zsh/site-functions"),
+        ("fish", "share/fish/vendor_completions.d"),
+    ] {
+        for entry in fs::read_dir(GENERATED.path().join(from)).unwrap() {
+            let entry = entry.unwrap();
+            let installed = place.path(to).join(entry.file_name());
+            assert_eq!(fs::read(&installed).unwrap(), fs::read(entry.path()).unwrap());
+            count += 1;
+        }
+    }
+    assert_eq!(count, 10);
 }
 
 /// The paths of ours in a text, below this directory.

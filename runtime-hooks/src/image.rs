@@ -112,6 +112,11 @@ pub fn forget(image: &Path) -> Result<(), Cause> {
     }
 }
 
+/// What CRIU's list of files names if a process maps it, whatever its version.
+pub(crate) const LIBCUDA: &[u8] = b"libcuda.so";
+/// What CRIU's inventory names if its plugin for CUDA took care of the image.
+pub(crate) const CUDA_PLUGIN: &[u8] = b"cuda_plugin";
+
 /// What an image is.
 #[derive(Debug)]
 pub enum Kind {
@@ -136,42 +141,47 @@ pub fn kind(image: &Path) -> Result<Kind, Cause> {
         }
         Err(error) => return Err(error.into()),
     }
-    let unfinished = mentions(&image.join("files.img"), b"libcuda.so")
-        && !mentions(&image.join("inventory.img"), b"cuda_plugin");
+    let unfinished = mentions(&image.join("files.img"), LIBCUDA)
+        && !mentions(&image.join("inventory.img"), CUDA_PLUGIN);
     if unfinished {
-        return Err(Cause::Needs {
-            path: image.to_owned(),
-            reason: format!(
-                "it holds processes with CUDA but no {}: the checkpoint did not finish, or was \
-                 not made by Stasis, and its GPU memory is not in it",
-                stasis_config::MANIFEST_FILE
-            ),
-        });
+        return Err(Cause::Needs { path: image.to_owned(), reason: without_mark() });
     }
     Ok(Kind::Plain)
 }
 
-/// Whether a file contains the bytes. CRIU's images hold names of files and plugins as plain
-/// bytes, so this needs no decoder for them.
+/// Why an image with CUDA and nobody's mark is refused.
+pub(crate) fn without_mark() -> String {
+    format!(
+        "it holds processes with CUDA but no {}: the checkpoint did not finish, or was not made by \
+         Stasis, and its GPU memory is not in it",
+        stasis_config::MANIFEST_FILE
+    )
+}
+
+/// Whether a file contains the bytes.
 fn mentions(path: &Path, needle: &[u8]) -> bool {
-    const CHUNK: usize = 1 << 20;
     let flags = nix::libc::O_NOFOLLOW | nix::libc::O_NONBLOCK;
-    let Ok(mut file) = OpenOptions::new().read(true).custom_flags(flags).open(path) else {
+    let Ok(file) = OpenOptions::new().read(true).custom_flags(flags).open(path) else {
         return false;
     };
-    if !file.metadata().is_ok_and(|metadata| metadata.is_file()) {
-        return false;
-    }
+    file.metadata().is_ok_and(|metadata| metadata.is_file())
+        && contains(file, needle).unwrap_or(false)
+}
+
+/// Whether the bytes are in it. CRIU's images hold names of files and plugins as plain bytes, so
+/// this needs no decoder for them.
+pub(crate) fn contains(mut file: impl Read, needle: &[u8]) -> io::Result<bool> {
+    const CHUNK: usize = 1 << 20;
     let mut window: Vec<u8> = Vec::new();
     let mut chunk = vec![0; CHUNK];
     loop {
-        let length = match file.read(&mut chunk) {
-            Ok(0) | Err(_) => return false,
-            Ok(length) => length,
-        };
+        let length = file.read(&mut chunk)?;
+        if length == 0 {
+            return Ok(false);
+        }
         window.extend_from_slice(&chunk[..length]);
         if window.windows(needle.len()).any(|bytes| bytes == needle) {
-            return true;
+            return Ok(true);
         }
         // What could be the beginning of a match goes on to the next round.
         let keep = window.len().min(needle.len() - 1);

@@ -71,14 +71,15 @@ enum Command {
         #[command(flatten)]
         roots: Roots,
     },
-    /// What is in an image, and what a restore needs
+    /// What is in an image, what a restore needs, and whether this host has it
     ///
-    /// Exit status 0 only if the image is whole.
+    /// An archive is read and not unpacked, and nothing is changed. Exit status 0 only if the image is
+    /// whole.
     Inspect {
         /// Print JSON
         #[arg(long)]
         json: bool,
-        /// The directory of the image
+        /// A directory with an image, one with Docker's checkpoints, or an archive that Podman exported
         image: PathBuf,
     },
 }

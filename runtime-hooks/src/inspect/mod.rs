@@ -1,33 +1,61 @@
-//! `stasis inspect`: what is in an image directory, whether it is whole, and what a restore needs.
+//! `stasis inspect`: what is in an image, whether it is whole, what a restore needs, and whether this
+//! host has it.
 //!
-//! [`read`] looks at the directory and fills in a [`Report`]; [`render`] makes text for people or
-//! JSON for programs of it. An image may come from anywhere: no link in it is followed, nothing but
-//! a regular file is opened, and of each no more is read than it may have. Nothing is asked of this
-//! host but the configuration, and nothing is changed.
+//! [`read`] looks at a directory or an archive and fills in a [`Report`]; [`host`] compares what a
+//! restore needs with what the driver of this host says; [`render`] makes text for people or JSON for
+//! programs of it. An image may come from anywhere: no link in it is followed, nothing but a regular
+//! file is opened, of each no more is read than it may have, and nothing is changed.
 
+pub mod archive;
+mod compression;
+mod directory;
+pub mod host;
 pub mod read;
 pub mod render;
+mod source;
 
 use serde::Serialize;
 
-/// What an image directory is. The names of the fields are those of the JSON: they stay the same
+pub use archive::Exported;
+pub use compression::Compression;
+pub use host::Host;
+
+/// What an image is. The names of the fields are those of the JSON: they stay the same
 /// from version to version.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Report {
-    /// The directory, as it was named.
+    /// The directory or archive. As it was named, or the one image in what was named.
     pub path: String,
+    /// Which of the two.
+    pub form: Form,
+    /// How an archive is compressed.
+    pub compression: Option<Compression>,
+    /// What Podman says of the container in an archive.
+    pub exported: Option<Exported>,
     /// What it is.
     pub kind: Kind,
     /// Why a restore would fail or be refused, a sentence each. An image without one is whole.
     pub problems: Vec<String>,
-    /// What the directory takes on the disk.
+    /// What it takes on the disk.
     pub bytes_on_disk: u64,
-    /// How many files are in it.
+    /// How many files are in the image.
     pub files: u64,
     /// What the manifest says; none without one.
     pub checkpoint: Option<Checkpoint>,
     /// What the manifest makes a restore need; none without one.
     pub restore: Option<Needs>,
+    /// Whether this host has that; none without a manifest.
+    pub host: Option<Host>,
+}
+
+/// How an image lies on the disk.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Form {
+    /// As files in a directory.
+    Directory,
+    /// In an archive that Podman exported.
+    Archive,
 }
 
 impl Report {
@@ -38,7 +66,7 @@ impl Report {
     }
 }
 
-/// What an image directory is.
+/// What is in an image.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Kind {
@@ -52,7 +80,7 @@ pub enum Kind {
     Unfinished,
     /// It has a manifest, or files of CRIU, that cannot be read.
     Unreadable,
-    /// There is no image in the directory.
+    /// There is no image in it.
     NoImage,
 }
 
@@ -172,6 +200,9 @@ pub struct Phase {
 pub struct Needs {
     /// The only version of the driver; none if the image does not name it, or needs no driver.
     pub driver: Option<String>,
+    /// How many processes with CUDA there are; for none of them a driver is needed.
+    #[serde(skip)]
+    pub processes: usize,
     /// For a job: the lowest branch of the driver that this host's configuration trusts.
     pub minimum_branch: Option<u32>,
     /// The GPUs to which memory goes back.
@@ -183,6 +214,10 @@ pub struct Needs {
 pub struct NeededGpu {
     /// `GPU-…`
     pub uuid: String,
+    /// The product, if known.
+    pub name: Option<String>,
+    /// Its whole memory, if known.
+    pub memory_bytes: Option<u64>,
     /// What must be free on it, if known.
     pub bytes: Option<u64>,
 }

@@ -1,75 +1,114 @@
-//! Looks at an image directory.
+//! Looks at an image and fills in the report.
 
 use std::collections::BTreeMap;
-use std::fs::{self, File};
-use std::io::{self, Read as _};
-use std::os::fd::{AsFd, OwnedFd};
-use std::os::unix::fs::MetadataExt as _;
+use std::fs::File;
+use std::io;
+use std::os::unix::fs::{FileTypeExt as _, OpenOptionsExt as _};
 use std::path::{Path, PathBuf};
 
-use nix::errno::Errno;
-use nix::fcntl::{AtFlags, OFlag, open, openat};
-use nix::sys::stat::{FileStat, Mode, SFlag, fstat, fstatat};
-use stasis_config::manifest::{self, JOB_FILE, Manifest};
+use nix::libc;
+use stasis_config::Manifest;
+use stasis_config::manifest::{self, JOB_FILE};
 use stasis_config::text::printable;
 
+use super::archive::{self, Archive, ArchiveError};
+use super::directory::Directory;
+use super::source::{List, Source, Unfit};
 use super::{
-    Checkpoint, Gpu, Job, JobCopy, JobFile, Kind, NeededGpu, Needs, Phase, Process, Report,
+    Checkpoint, Form, Gpu, Job, JobCopy, JobFile, Kind, NeededGpu, Needs, Phase, Process, Report,
 };
-use crate::error::Cause;
+use crate::error::chain;
 use crate::image;
 
-/// CRIU's list of what is in an image; it writes this file when all others are written.
-const INVENTORY: &str = "inventory.img";
-/// CRIU's list of open and mapped files.
-const FILES: &str = "files.img";
-/// What is read of CRIU's files at most. Ten million open files do not fill it.
-const MAX_LIST_BYTES: u64 = 1 << 30;
-/// What is read of the inventory at most, of which a whole one has some hundred bytes.
-const MAX_INVENTORY_BYTES: u64 = 1 << 20;
-/// How many files are counted at most, and how deep. CRIU writes some for each process, flat; Docker
-/// has a directory or two of its own beside them.
-const MAX_FILES: u64 = 1 << 20;
-const MAX_DEPTH: usize = 8;
 /// Problems quote what a manifest says.
 const LONGEST: usize = 1000;
 
-/// An image directory that cannot be looked at.
+/// An image that cannot be looked at.
 #[derive(Debug, thiserror::Error)]
-#[error("cannot open the image directory {}", printable(&path.to_string_lossy(), LONGEST))]
-pub struct InspectError {
-    /// The directory.
-    pub path: PathBuf,
-    /// Why not.
-    pub source: io::Error,
+pub enum InspectError {
+    /// A directory.
+    #[error("cannot open the image {}", printable(&path.to_string_lossy(), LONGEST))]
+    Directory {
+        /// Where.
+        path: PathBuf,
+        /// Why not.
+        source: io::Error,
+    },
+    /// A file.
+    #[error("cannot read the image {}", printable(&path.to_string_lossy(), LONGEST))]
+    Archive {
+        /// Where.
+        path: PathBuf,
+        /// Why not.
+        source: ArchiveError,
+    },
 }
 
-/// Looks at the image in `image`; `minimum_driver` is `jobs.minimum-driver` of this host.
+/// Looks at the image in `image`, a directory or an archive; `minimum_driver` is
+/// `jobs.minimum-driver` of this host. `watch` is told how far an archive was read.
 ///
 /// # Errors
-/// If the directory cannot be opened. Whatever else is wrong stands in the report.
-pub fn read(image: &Path, minimum_driver: u32) -> Result<Report, InspectError> {
-    let flags = OFlag::O_RDONLY | OFlag::O_DIRECTORY | OFlag::O_CLOEXEC;
-    let directory = open(image, flags, Mode::empty())
-        .map_err(|error| InspectError { path: image.to_owned(), source: error.into() })?;
+/// If it cannot be opened, or is an archive in which there is no image. Whatever else is wrong stands
+/// in the report.
+pub fn read(
+    image: &Path,
+    minimum_driver: u32,
+    watch: archive::Watch<'_>,
+) -> Result<Report, InspectError> {
+    let no_directory = |source| InspectError::Directory { path: image.to_owned(), source };
+    let no_archive = |source| InspectError::Archive { path: image.to_owned(), source };
+    // Before it is opened: to open a device can already do something.
+    let kind = image.metadata().map_err(no_directory)?.file_type();
+    if kind.is_dir() {
+        let directory = Directory::open(image).map_err(no_directory)?;
+        let mut report = report(&directory, minimum_driver);
+        report.path = directory.path().to_string_lossy().into_owned();
+        return Ok(report);
+    }
+    if kind.is_char_device() || kind.is_block_device() || kind.is_fifo() || kind.is_socket() {
+        let reason = "it is neither a directory nor a regular file".to_owned();
+        return Err(no_archive(ArchiveError::NotPodmans(reason)));
+    }
+    let flags = libc::O_NONBLOCK | libc::O_NOCTTY;
+    let file = File::options().read(true).custom_flags(flags).open(image);
+    let file = file.map_err(|error| no_archive(error.into()))?;
+    let archive = Archive::read(image, file, watch).map_err(no_archive)?;
+    let mut report = report(&archive, minimum_driver);
+    report.path = image.to_string_lossy().into_owned();
+    report.form = Form::Archive;
+    report.compression = Some(archive.compression());
+    report.exported = archive.exported();
+    Ok(report)
+}
 
+fn report(source: &impl Source, minimum_driver: u32) -> Report {
     let mut problems = Problems::default();
-    let (kind, manifest) = kind(image, &directory, &mut problems);
+    let (kind, manifest) = kind(source, &mut problems);
     let checkpoint = manifest.as_deref().map(|manifest| {
-        let job = manifest.job.as_ref().map(|job| self::job(job, &directory, &mut problems));
+        let job = manifest.job.as_ref().map(|job| self::job(job, source, &mut problems));
         checkpoint(manifest, job)
     });
     let restore = manifest.as_deref().map(|manifest| needs(manifest, minimum_driver));
-    let Usage { bytes, files, .. } = usage(image, &mut problems);
-    Ok(Report {
-        path: image.to_string_lossy().into_owned(),
+    let (usage, why) = source.usage();
+    if let Some(why) = why {
+        problems.add(&format!("its files cannot be counted: {why}"));
+    }
+    for problem in source.problems() {
+        problems.add(&problem);
+    }
+    Report {
+        path: String::new(),
+        form: Form::Directory,
+        compression: None,
+        exported: None,
         kind,
         problems: problems.0,
-        bytes_on_disk: bytes,
-        files,
+        bytes_on_disk: usage.bytes,
+        files: usage.files,
         checkpoint,
         restore,
-    })
+        host: None,
+    }
 }
 
 /// What stands in the way of a restore.
@@ -82,122 +121,66 @@ impl Problems {
     }
 }
 
-/// What the directory is, and its manifest, if it has one.
-fn kind(
-    image: &Path,
-    directory: &OwnedFd,
-    problems: &mut Problems,
-) -> (Kind, Option<Box<Manifest>>) {
+/// What the image is, and its manifest, if it has one.
+fn kind(source: &impl Source, problems: &mut Problems) -> (Kind, Option<Box<Manifest>>) {
     // An image without a manifest is searched for names, so these two must be what they should be.
-    let inventory = list(directory, INVENTORY, MAX_INVENTORY_BYTES, problems);
-    list(directory, FILES, MAX_LIST_BYTES, problems);
+    let inventory = list(source, List::Inventory, problems);
+    list(source, List::Files, problems);
     let unfit = !problems.0.is_empty();
-    if unfit && matches!(look(directory, stasis_config::MANIFEST_FILE), Err(Errno::ENOENT)) {
+    if unfit && !source.has_manifest() {
         return (Kind::Unreadable, None);
     }
-    match image::kind(image) {
-        Ok(image::Kind::Cuda(manifest)) => {
-            if inventory.is_none() && !unfit {
-                problems.add(&format!("there is no {INVENTORY} in it: it is not all of an image"));
+    let name = List::Inventory.name();
+    match source.manifest() {
+        Ok(Some(manifest)) => {
+            if !inventory && !unfit {
+                problems.add(&format!("there is no {name} in it: it is not all of an image"));
             }
-            (Kind::Cuda, Some(manifest))
+            (Kind::Cuda, Some(Box::new(manifest)))
         }
-        Ok(image::Kind::Plain) => match inventory {
-            Some(file) if names_plugin(&file) => (Kind::CriuPlugin, None),
-            Some(_) => (Kind::Plain, None),
-            None => {
-                problems.add(&format!(
-                    "there is no {INVENTORY} in it: it is not an image of CRIU, or the dump did \
-                     not finish"
-                ));
-                (Kind::NoImage, None)
-            }
-        },
-        Err(Cause::Needs { reason, .. }) => {
-            problems.add(&reason);
+        Ok(None) if source.names(List::Inventory) => (Kind::CriuPlugin, None),
+        Ok(None) if source.names(List::Files) => {
+            problems.add(&image::without_mark());
             (Kind::Unfinished, None)
         }
+        Ok(None) if inventory => (Kind::Plain, None),
+        Ok(None) => {
+            problems.add(&format!(
+                "there is no {name} in it: it is not an image of CRIU, or the dump did not finish"
+            ));
+            (Kind::NoImage, None)
+        }
         Err(error) => {
-            problems.add(&error.to_string());
+            problems.add(&chain(&error));
             (Kind::Unreadable, None)
         }
     }
 }
 
-/// A file of CRIU's; none if it is not there, or is a problem.
-fn list(directory: &OwnedFd, name: &str, max: u64, problems: &mut Problems) -> Option<File> {
-    match regular(directory, name) {
-        Ok(file) => match file.metadata() {
-            Ok(metadata) if metadata.len() <= max => return Some(file),
-            Ok(metadata) => {
-                problems
-                    .add(&format!("{name} has {} bytes, expected at most {max}", metadata.len()));
-            }
-            Err(error) => problems.add(&format!("{name} cannot be read: {error}")),
-        },
+/// Whether a file of CRIU's is there. One that is there and cannot be read is a problem.
+fn list(source: &impl Source, list: List, problems: &mut Problems) -> bool {
+    let name = list.name();
+    match source.list(list) {
+        Ok(()) => return true,
         Err(Unfit::Missing) => {}
         Err(Unfit::NotRegular) => problems.add(&format!("{name} is not a regular file")),
+        Err(Unfit::TooLarge(bytes)) => {
+            let max = list.max();
+            problems.add(&format!("{name} has {bytes} bytes, expected at most {max}"));
+        }
         Err(Unfit::Unreadable(error)) => problems.add(&format!("{name} cannot be read: {error}")),
     }
-    None
-}
-
-/// Whether CRIU noted in its inventory that its plugin for CUDA belongs to the image.
-fn names_plugin(inventory: &File) -> bool {
-    const NAME: &[u8] = b"cuda_plugin";
-    let mut bytes = Vec::new();
-    let read = inventory.take(MAX_INVENTORY_BYTES).read_to_end(&mut bytes);
-    read.is_ok() && bytes.windows(NAME.len()).any(|window| window == NAME)
-}
-
-/// Why a file is not opened.
-enum Unfit {
-    Missing,
-    NotRegular,
-    Unreadable(io::Error),
-}
-
-impl From<Errno> for Unfit {
-    fn from(error: Errno) -> Self {
-        match error {
-            Errno::ENOENT => Self::Missing,
-            error => Self::Unreadable(error.into()),
-        }
-    }
-}
-
-/// What a name in the directory is; a link is one.
-fn look(directory: impl AsFd, name: &str) -> nix::Result<FileStat> {
-    fstatat(directory, name, AtFlags::AT_SYMLINK_NOFOLLOW)
-}
-
-fn is_regular(stat: &FileStat) -> bool {
-    SFlag::from_bits_truncate(stat.st_mode) & SFlag::S_IFMT == SFlag::S_IFREG
-}
-
-/// Opens a file of the directory if it is a regular one. Looked at before, because to open a device
-/// can already do something, and after, because it may have been changed in between.
-fn regular(directory: &OwnedFd, name: &str) -> Result<File, Unfit> {
-    if !is_regular(&look(directory, name)?) {
-        return Err(Unfit::NotRegular);
-    }
-    let flags = OFlag::O_RDONLY
-        | OFlag::O_NOFOLLOW
-        | OFlag::O_NONBLOCK
-        | OFlag::O_NOCTTY
-        | OFlag::O_CLOEXEC;
-    let file = File::from(openat(directory, name, flags, Mode::empty())?);
-    if is_regular(&fstat(&file)?) { Ok(file) } else { Err(Unfit::NotRegular) }
+    false
 }
 
 /// The job, with its copy compared.
-fn job(job: &manifest::Job, directory: &OwnedFd, problems: &mut Problems) -> Job {
+fn job(job: &manifest::Job, source: &impl Source, problems: &mut Problems) -> Job {
     let (file, path) = match &job.file {
         manifest::JobFile::Made => (JobFile::Made, None),
         manifest::JobFile::Dumped => (JobFile::Dumped, None),
         manifest::JobFile::Rootfs { path, .. } => (JobFile::Rootfs, Some(path.clone())),
     };
-    let (copy, why) = copy(job, directory);
+    let (copy, why) = copy(job, source);
     // What CRIU brings back itself is not taken from the copy.
     let dispensable = copy == JobCopy::Missing && file == JobFile::Dumped;
     if let Some(why) = why.filter(|_| !dispensable) {
@@ -207,22 +190,21 @@ fn job(job: &manifest::Job, directory: &OwnedFd, problems: &mut Problems) -> Job
 }
 
 /// What the copy is, and what is wrong with it.
-fn copy(job: &manifest::Job, directory: &OwnedFd) -> (JobCopy, Option<String>) {
-    let content = match regular(directory, JOB_FILE) {
-        // One byte more than it may have shows that it is longer; the manifest has bounded its size.
-        Ok(file) => {
-            let mut content = Vec::new();
-            file.take(job.bytes + 1).read_to_end(&mut content).map(|_| content)
-        }
+fn copy(job: &manifest::Job, source: &impl Source) -> (JobCopy, Option<String>) {
+    // The manifest has bounded its size.
+    let content = match source.job(job.bytes) {
+        Ok(content) => content,
         Err(Unfit::Missing) => return (JobCopy::Missing, Some("is not there".to_owned())),
         Err(Unfit::NotRegular) => {
             return (JobCopy::NotRegular, Some("is not a regular file".to_owned()));
         }
-        Err(Unfit::Unreadable(error)) => Err(error),
-    };
-    let content = match content {
-        Ok(content) => content,
-        Err(error) => return (JobCopy::Unreadable, Some(format!("cannot be read: {error}"))),
+        Err(Unfit::TooLarge(bytes)) => {
+            let reason = format!("has not {} bytes but {bytes}", job.bytes);
+            return (JobCopy::WrongSize, Some(reason));
+        }
+        Err(Unfit::Unreadable(error)) => {
+            return (JobCopy::Unreadable, Some(format!("cannot be read: {error}")));
+        }
     };
     let bytes = content.len() as u64;
     if bytes != job.bytes {
@@ -312,54 +294,22 @@ fn used(manifest: &Manifest) -> BTreeMap<&str, Option<u64>> {
 }
 
 fn needs(manifest: &Manifest, minimum_driver: u32) -> Needs {
-    let gpus = used(manifest)
-        .into_iter()
-        .map(|(uuid, bytes)| NeededGpu { uuid: uuid.to_owned(), bytes })
-        .collect();
+    let gpu = |(uuid, bytes): (&str, Option<u64>)| {
+        let known = manifest.gpus.iter().find(|gpu| gpu.uuid == uuid);
+        NeededGpu {
+            uuid: uuid.to_owned(),
+            name: known.map(|gpu| gpu.name.clone()),
+            memory_bytes: known.map(|gpu| gpu.memory_bytes),
+            bytes,
+        }
+    };
     Needs {
         // The driver is not asked about an image in which nothing has a context.
         driver: driver(manifest).filter(|_| !manifest.processes.is_empty()),
+        processes: manifest.processes.len(),
         minimum_branch: manifest.job.as_ref().map(|_| minimum_driver),
-        gpus,
+        gpus: used(manifest).into_iter().map(gpu).collect(),
     }
-}
-
-/// What the directory takes.
-#[derive(Default)]
-struct Usage {
-    bytes: u64,
-    files: u64,
-    entries: u64,
-}
-
-fn usage(image: &Path, problems: &mut Problems) -> Usage {
-    let mut usage = Usage::default();
-    if let Err(error) = add(&mut usage, image, MAX_DEPTH) {
-        problems.add(&format!("its files cannot be counted: {error}"));
-    }
-    usage
-}
-
-/// Adds what is in a directory. Links count as themselves.
-fn add(usage: &mut Usage, directory: &Path, depth: usize) -> io::Result<()> {
-    if depth == 0 {
-        return Err(io::Error::other(format!("directories lie more than {MAX_DEPTH} deep")));
-    }
-    for entry in fs::read_dir(directory)? {
-        let entry = entry?;
-        let metadata = entry.metadata()?;
-        usage.entries += 1;
-        if usage.entries > MAX_FILES {
-            return Err(io::Error::other(format!("there are more than {MAX_FILES}")));
-        }
-        usage.bytes = usage.bytes.saturating_add(metadata.blocks().saturating_mul(512));
-        if metadata.is_dir() {
-            add(usage, &entry.path(), depth - 1)?;
-        } else {
-            usage.files += 1;
-        }
-    }
-    Ok(())
 }
 
 #[cfg(test)]
@@ -368,8 +318,19 @@ mod tests {
 
     use nix::unistd::mkfifo;
 
+    use std::fs;
+
+    use nix::sys::stat::Mode;
+
     use super::super::render;
     use super::*;
+
+    const INVENTORY: &str = List::Inventory.name();
+    const FILES: &str = List::Files.name();
+
+    fn read(image: &Path, minimum_driver: u32) -> Result<Report, InspectError> {
+        super::read(image, minimum_driver, &|_, _| ())
+    }
 
     /// SHA-256 of `job`, as sha256sum prints it.
     const OF_JOB: &str = "5e8c9902207afaeb7120430c585a445f21e92932081d64bc99f80e4925bcb002";
@@ -430,7 +391,9 @@ mod tests {
     fn of(directory: &tempfile::TempDir) -> Report {
         let report = read(directory.path(), 610).unwrap();
         // Whatever an image is, it can be shown.
-        assert!(render::text(&report).lines().all(|line| !line.contains(char::is_control)));
+        assert!(
+            render::text(&report, Some(80)).lines().all(|line| !line.contains(char::is_control))
+        );
         assert!(render::json(&report).ends_with("}\n"));
         report
     }
@@ -464,10 +427,40 @@ mod tests {
         assert!(problem(&report).starts_with("there is no inventory.img"));
 
         let error = read(&directory.path().join("none"), 610).unwrap_err();
-        assert!(error.to_string().starts_with("cannot open the image directory /"));
-        let file = directory.path().join("file");
-        fs::write(&file, "").unwrap();
-        assert!(read(&file, 610).is_err());
+        assert!(error.to_string().starts_with("cannot open the image /"));
+    }
+
+    #[test]
+    fn the_only_image_below_a_directory_is_meant() {
+        let directory = tempfile::tempdir().unwrap();
+        let [first, second] = ["first", "second"].map(|name| directory.path().join(name));
+        fs::create_dir(directory.path().join("other")).unwrap();
+        fs::create_dir(&first).unwrap();
+        fs::write(first.join(INVENTORY), "").unwrap();
+        // What a link leads to is not below it.
+        symlink(&first, &second).unwrap();
+        let report = of(&directory);
+        assert_eq!((report.kind, report.files), (Kind::Plain, 1));
+        assert_eq!(report.path, first.to_str().unwrap());
+        fs::remove_file(&second).unwrap();
+        fs::create_dir(&second).unwrap();
+        manifest(None).write(&second).unwrap();
+        let error = chain(&read(directory.path(), 610).unwrap_err());
+        assert!(error.ends_with("there are several images in it: first, second"), "{error}");
+        // One that is an image is meant itself.
+        fs::write(directory.path().join(FILES), "").unwrap();
+        assert_eq!(of(&directory).kind, Kind::NoImage);
+    }
+
+    #[test]
+    fn what_is_neither_directory_nor_file_is_not_opened() {
+        let directory = tempfile::tempdir().unwrap();
+        let fifo = directory.path().join("fifo");
+        mkfifo(&fifo, Mode::S_IRWXU).unwrap();
+        for path in [&fifo, Path::new("/dev/zero")] {
+            let error = chain(&read(path, 610).unwrap_err());
+            assert!(error.ends_with("neither a directory nor a regular file"), "{error}");
+        }
     }
 
     #[test]
@@ -490,8 +483,18 @@ mod tests {
         assert_eq!(
             needs.gpus,
             [
-                NeededGpu { uuid: "GPU-0".into(), bytes: Some(4 << 20) },
-                NeededGpu { uuid: "GPU-1".into(), bytes: None },
+                NeededGpu {
+                    uuid: "GPU-0".into(),
+                    name: Some("NVIDIA H200".into()),
+                    memory_bytes: Some(1 << 37),
+                    bytes: Some(4 << 20)
+                },
+                NeededGpu {
+                    uuid: "GPU-1".into(),
+                    name: Some("NVIDIA H200".into()),
+                    memory_bytes: Some(1 << 37),
+                    bytes: None
+                },
             ]
         );
     }
@@ -511,7 +514,8 @@ mod tests {
         let report = of(&directory);
         assert_eq!(report.checkpoint.unwrap().gpus[0].used_bytes, Some(0));
         let needs = report.restore.unwrap();
-        assert_eq!(needs, Needs { driver: None, minimum_branch: None, gpus: Vec::new() });
+        let none = Needs { driver: None, processes: 0, minimum_branch: None, gpus: Vec::new() };
+        assert_eq!(needs, none);
     }
 
     #[test]
@@ -655,7 +659,7 @@ mod tests {
         let path = parent.path().join("a\n\u{1b}[2J");
         fs::create_dir(&path).unwrap();
         let report = read(&path, 610).unwrap();
-        let text = render::text(&report);
+        let text = render::text(&report, Some(80));
         assert!(text.contains("a\\n\\u{1b}[2J"), "{text}");
         assert!(!text.replace('\n', "").contains(char::is_control), "{text}");
         let error = read(&path.join("none"), 610).unwrap_err().to_string();

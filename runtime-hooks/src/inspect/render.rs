@@ -4,10 +4,15 @@ use serde::Serialize;
 use stasis_config::manifest::JOB_FILE;
 use stasis_config::text::printable;
 
-use super::{Checkpoint, Gpu, Job, JobCopy, JobFile, Kind, Needs, Phase, Process, Report};
+use super::{
+    Checkpoint, Compression, Exported, Form, Gpu, Host, Job, JobCopy, JobFile, Kind, NeededGpu,
+    Needs, Phase, Process, Report,
+};
 
 /// Where what is said begins.
 const LABEL: usize = "container".len() + 2;
+/// The longest bar of a phase.
+const LONGEST_BAR: usize = 40;
 /// Names come from the image; a line of a terminal or two is enough of each.
 const LONGEST: usize = 160;
 
@@ -27,25 +32,53 @@ pub fn json(report: &Report) -> String {
     out
 }
 
-/// Short lines, with what they are about before the first of each group.
+/// Short lines, with what they are about before the first of each group. On a terminal with that many
+/// `columns` each phase has a bar.
 #[must_use]
-pub fn text(report: &Report) -> String {
+pub fn text(report: &Report, columns: Option<usize>) -> String {
     let mut page = Page::default();
     page.group("image");
     page.line(&report.path);
     page.line(kind(report));
     page.line(&format!("{} on disk, {} files", size(report.bytes_on_disk), report.files));
+    if report.form == Form::Archive {
+        page.line(&archive(report));
+    }
     for problem in &report.problems {
         page.group("problem");
         page.whole_line(problem);
     }
+    if let Some(exported) = &report.exported {
+        self::exported(&mut page, exported);
+    }
     if let Some(checkpoint) = &report.checkpoint {
-        self::checkpoint(&mut page, checkpoint);
+        self::checkpoint(&mut page, checkpoint, columns);
     }
     if let Some(needs) = &report.restore {
-        self::needs(&mut page, needs);
+        self::needs(&mut page, needs, report.checkpoint.as_ref());
+    }
+    if let Some(host) = &report.host {
+        self::host(&mut page, host);
     }
     page.text
+}
+
+fn archive(report: &Report) -> String {
+    let compressed = match report.compression {
+        Some(Compression::None) | None => String::new(),
+        Some(compression) => format!(", compressed with {}", compression.name()),
+    };
+    format!("an archive of podman container checkpoint --export{compressed}")
+}
+
+fn exported(page: &mut Page, exported: &Exported) {
+    let Exported { id, name, image } = exported;
+    page.group("exported");
+    for (what, value) in [("container", id), ("name", name), ("of the image", image)] {
+        if let Some(value) = value {
+            page.line(&format!("{what} {value}"));
+        }
+    }
 }
 
 /// Lines in groups, aligned, each printable.
@@ -88,7 +121,7 @@ fn kind(report: &Report) -> &'static str {
     }
 }
 
-fn checkpoint(page: &mut Page, checkpoint: &Checkpoint) {
+fn checkpoint(page: &mut Page, checkpoint: &Checkpoint, columns: Option<usize>) {
     let Checkpoint {
         container,
         created,
@@ -98,9 +131,9 @@ fn checkpoint(page: &mut Page, checkpoint: &Checkpoint) {
         gpus,
         processes,
         job,
-        flags,
-        mounts,
-        devices,
+        flags: _,
+        mounts: _,
+        devices: _,
         phases,
     } = checkpoint;
     page.group("container");
@@ -125,17 +158,9 @@ fn checkpoint(page: &mut Page, checkpoint: &Checkpoint) {
         page.group("job");
         self::job(page, job);
     }
-    page.group("flags");
-    page.line(&if flags.is_empty() { "none".to_owned() } else { flags.join(" ") });
-    for (label, paths) in [("mounts", mounts), ("devices", devices)] {
-        page.group(label);
-        for path in paths {
-            page.line(path);
-        }
-    }
     if !phases.is_empty() {
         page.group("phases");
-        self::phases(page, phases);
+        self::phases(page, phases, columns);
     }
 }
 
@@ -194,36 +219,101 @@ fn copy(copy: JobCopy) -> &'static str {
     }
 }
 
-fn phases(page: &mut Page, phases: &[Phase]) {
+fn phases(page: &mut Page, phases: &[Phase], columns: Option<usize>) {
     let all = phases.iter().fold(0_u64, |sum, phase| sum.saturating_add(phase.milliseconds));
+    let most = phases.iter().map(|phase| phase.milliseconds).max().unwrap_or(0);
     let mut rows: Vec<_> = phases
         .iter()
-        .map(|phase| (printable(&phase.name, LONGEST), phase.milliseconds.to_string()))
+        .map(|phase| {
+            let name = printable(&phase.name, LONGEST);
+            (name, phase.milliseconds.to_string(), Some(phase.milliseconds))
+        })
         .collect();
-    rows.push(("together".to_owned(), all.to_string()));
-    let name = rows.iter().map(|(name, _)| name.chars().count()).max().unwrap_or(0);
-    let time = rows.iter().map(|(_, time)| time.len()).max().unwrap_or(0);
-    for (phase, milliseconds) in &rows {
-        page.whole_line(&format!("{phase:name$}  {milliseconds:>time$} ms"));
+    rows.push(("together".to_owned(), all.to_string(), None));
+    let name = rows.iter().map(|(name, ..)| name.chars().count()).max().unwrap_or(0);
+    let time = rows.iter().map(|(_, time, _)| time.len()).max().unwrap_or(0);
+    let before = LABEL + name + "  ".len() + time + " ms  ".len();
+    let room = columns.unwrap_or(0).saturating_sub(before).min(LONGEST_BAR);
+    for (phase, milliseconds, part) in &rows {
+        let bar = part.map(|part| bar(part, most, room)).unwrap_or_default();
+        page.whole_line(&format!("{phase:name$}  {milliseconds:>time$} ms  {bar}"));
     }
 }
 
-fn needs(page: &mut Page, needs: &Needs) {
+/// A bar of `part` where the longest, of `most`, fills the room. What took any time is seen.
+fn bar(part: u64, most: u64, room: usize) -> String {
+    const EIGHTHS: [char; 8] = [' ', '▏', '▎', '▍', '▌', '▋', '▊', '▉'];
+    if part == 0 || most == 0 || room == 0 {
+        return String::new();
+    }
+    let eighths = u128::from(part) * (room as u128 * 8) / u128::from(most);
+    let eighths = usize::try_from(eighths).unwrap_or(room * 8).max(1);
+    let mut bar = "█".repeat(eighths / 8);
+    bar.push(EIGHTHS[eighths % 8]);
+    bar.trim_end().to_owned()
+}
+
+fn needs(page: &mut Page, needs: &Needs, checkpoint: Option<&Checkpoint>) {
     page.group("needs");
     match &needs.driver {
         Some(driver) => page.line(&format!("driver {driver}, no other")),
-        None if needs.gpus.is_empty() => page.line("no GPU"),
+        None if needs.processes == 0 => page.line("no GPU"),
         None => page.line("the driver that it was made with, which is not known"),
     }
     if let Some(branch) = needs.minimum_branch {
         page.line(&format!("a driver from branch {branch} on, for its job (jobs.minimum-driver)"));
     }
-    for gpu in &needs.gpus {
-        let free = match gpu.bytes {
-            Some(bytes) => format!("{} free", size(bytes)),
+    for NeededGpu { uuid, name, memory_bytes, bytes } in &needs.gpus {
+        let free = match bytes {
+            Some(bytes) => format!("{} free", size(*bytes)),
             None => "room for its part".to_owned(),
         };
-        page.line(&format!("{}, {free}", gpu.uuid));
+        let product = match (name, memory_bytes) {
+            (Some(name), Some(memory)) => format!("{name}, {}, ", size(*memory)),
+            _ => String::new(),
+        };
+        page.line(&format!("{product}{free}:"));
+        page.line(&format!("  {uuid}"));
+    }
+    let Some(checkpoint) = checkpoint else { return };
+    page.group("flags");
+    let flags = checkpoint.flags.join(" ");
+    page.line(if flags.is_empty() { "none" } else { &flags });
+    for (label, paths) in [("mounts", &checkpoint.mounts), ("devices", &checkpoint.devices)] {
+        page.group(label);
+        for path in paths {
+            page.line(path);
+        }
+    }
+}
+
+fn host(page: &mut Page, host: &Host) {
+    let Host { can_restore, problems, libcuda, driver, needs_device_map, gpus } = host;
+    page.group("this host");
+    page.line(match (can_restore, needs_device_map) {
+        (true, false) => "can restore it",
+        (true, true) => "can restore it, onto other GPUs of the same product",
+        (false, _) => "cannot restore it:",
+    });
+    for problem in problems {
+        page.whole_line(problem);
+    }
+    if let Some(libcuda) = libcuda {
+        let version = driver.as_deref().unwrap_or("of unknown version");
+        page.line(&format!("driver {version}, {libcuda}"));
+    }
+    for gpu in gpus {
+        let Some(target) = &gpu.target else { continue };
+        let free = match gpu.free_bytes {
+            Some(bytes) => format!(", {} free now", size(bytes)),
+            None => String::new(),
+        };
+        if *target == gpu.uuid {
+            page.line(&format!("has {target}{free}"));
+        } else {
+            page.line(&format!("for {}:", gpu.uuid));
+            page.line(&format!("  {target}{free}"));
+        }
     }
 }
 
@@ -243,18 +333,22 @@ fn size(bytes: u64) -> String {
 
 #[cfg(test)]
 mod tests {
-    use super::super::NeededGpu;
+    use super::super::host::Target;
     use super::*;
 
     fn bare(kind: Kind) -> Report {
         Report {
             path: "/var/lib/images/c1".into(),
+            form: Form::Directory,
+            compression: None,
+            exported: None,
             kind,
             problems: Vec::new(),
             bytes_on_disk: 0,
             files: 0,
             checkpoint: None,
             restore: None,
+            host: None,
         }
     }
 
@@ -272,6 +366,12 @@ mod tests {
             order,
             gpus,
             device_bytes,
+        };
+        let needed = |digit, bytes| NeededGpu {
+            uuid: uuid(digit),
+            name: Some("NVIDIA H200".into()),
+            memory_bytes: Some(150_754_820_096),
+            bytes,
         };
         let phase = |name: &str, milliseconds| Phase { name: name.into(), milliseconds };
         Report {
@@ -303,10 +403,23 @@ mod tests {
             }),
             restore: Some(Needs {
                 driver: Some("610.43.02".into()),
+                processes: 3,
                 minimum_branch: Some(610),
+                gpus: vec![needed("0", Some(67_108_864)), needed("1", None)],
+            }),
+            host: Some(Host {
+                can_restore: true,
+                problems: Vec::new(),
+                libcuda: Some("/usr/lib/libcuda.so.1".into()),
+                driver: Some("610.43.02".into()),
+                needs_device_map: true,
                 gpus: vec![
-                    NeededGpu { uuid: uuid("0"), bytes: Some(67_108_864) },
-                    NeededGpu { uuid: uuid("1"), bytes: None },
+                    Target {
+                        uuid: uuid("0"),
+                        target: Some(uuid("0")),
+                        free_bytes: Some(150_323_855_360),
+                    },
+                    Target { uuid: uuid("1"), target: Some(uuid("5")), free_bytes: None },
                 ],
             }),
             ..bare(Kind::Cuda)
@@ -315,7 +428,7 @@ mod tests {
 
     #[test]
     fn an_image_with_a_job_reads_like_this() {
-        insta::assert_snapshot!(text(&whole()), @r"
+        insta::assert_snapshot!(text(&whole(), None), @r"
         image      /var/lib/images/c1
                    made by Stasis, with CUDA: whole
                    1.2 GiB on disk, 34 files
@@ -334,29 +447,43 @@ mod tests {
                    4096 bytes, SHA-256
                    0123456789abcdef0123456789abcdef0123456789abcdef0123456789abcdef
                    copy stasis.job: whole
-        flags      --tcp-established --file-locks
-        mounts     /usr/lib/x86_64-linux-gnu/libcuda.so.1
-        devices    /dev/nvidia0
-                   /dev/nvidiactl
         phases     lock                3 ms
                    cuda-checkpoint  1204 ms
                    together         1207 ms
         needs      driver 610.43.02, no other
                    a driver from branch 610 on, for its job (jobs.minimum-driver)
-                   GPU-00000000-aaaa-bbbb-cccc-dddddddddddd, 64.0 MiB free
-                   GPU-11111111-aaaa-bbbb-cccc-dddddddddddd, room for its part
+                   NVIDIA H200, 140.4 GiB, 64.0 MiB free:
+                     GPU-00000000-aaaa-bbbb-cccc-dddddddddddd
+                   NVIDIA H200, 140.4 GiB, room for its part:
+                     GPU-11111111-aaaa-bbbb-cccc-dddddddddddd
+        flags      --tcp-established --file-locks
+        mounts     /usr/lib/x86_64-linux-gnu/libcuda.so.1
+        devices    /dev/nvidia0
+                   /dev/nvidiactl
+        this host  can restore it, onto other GPUs of the same product
+                   driver 610.43.02, /usr/lib/libcuda.so.1
+                   has GPU-00000000-aaaa-bbbb-cccc-dddddddddddd, 140.0 GiB free now
+                   for GPU-11111111-aaaa-bbbb-cccc-dddddddddddd:
+                     GPU-55555555-aaaa-bbbb-cccc-dddddddddddd
         ");
     }
 
     #[test]
     fn an_image_with_a_job_is_this_object() {
         let mut report = whole();
-        report.checkpoint.as_mut().unwrap().processes.truncate(2);
-        report.checkpoint.as_mut().unwrap().mounts.clear();
+        let checkpoint = report.checkpoint.as_mut().unwrap();
+        checkpoint.gpus.remove(0);
+        checkpoint.processes.truncate(1);
+        checkpoint.mounts.clear();
+        report.restore.as_mut().unwrap().gpus.truncate(1);
+        report.host.as_mut().unwrap().gpus.remove(0);
         insta::assert_snapshot!(json(&report), @r#"
         {
           "whole": true,
           "path": "/var/lib/images/c1",
+          "form": "directory",
+          "compression": null,
+          "exported": null,
           "kind": "cuda",
           "problems": [],
           "bytes_on_disk": 1395864371,
@@ -368,12 +495,6 @@ mod tests {
             "driver": "610.43.02",
             "cuda": "13.2",
             "gpus": [
-              {
-                "uuid": "GPU-00000000-aaaa-bbbb-cccc-dddddddddddd",
-                "name": "NVIDIA H200",
-                "memory_bytes": 150754820096,
-                "used_bytes": 67108864
-              },
               {
                 "uuid": "GPU-11111111-aaaa-bbbb-cccc-dddddddddddd",
                 "name": "NVIDIA H200",
@@ -390,17 +511,6 @@ mod tests {
                   "GPU-00000000-aaaa-bbbb-cccc-dddddddddddd"
                 ],
                 "device_bytes": 67108864
-              },
-              {
-                "pid": 117,
-                "command": "importer",
-                "order": 1,
-                "gpus": [
-                  "GPU-00000000-aaaa-bbbb-cccc-dddddddddddd",
-                  "GPU-11111111-aaaa-bbbb-cccc-dddddddddddd",
-                  "GPU-22222222-aaaa-bbbb-cccc-dddddddddddd"
-                ],
-                "device_bytes": null
               }
             ],
             "job": {
@@ -436,11 +546,23 @@ mod tests {
             "gpus": [
               {
                 "uuid": "GPU-00000000-aaaa-bbbb-cccc-dddddddddddd",
+                "name": "NVIDIA H200",
+                "memory_bytes": 150754820096,
                 "bytes": 67108864
-              },
+              }
+            ]
+          },
+          "host": {
+            "can_restore": true,
+            "problems": [],
+            "libcuda": "/usr/lib/libcuda.so.1",
+            "driver": "610.43.02",
+            "needs_device_map": true,
+            "gpus": [
               {
                 "uuid": "GPU-11111111-aaaa-bbbb-cccc-dddddddddddd",
-                "bytes": null
+                "target": "GPU-55555555-aaaa-bbbb-cccc-dddddddddddd",
+                "free_bytes": null
               }
             ]
           }
@@ -463,7 +585,7 @@ mod tests {
         (job.file, job.path) = (JobFile::Rootfs, Some("/srv/job".into()));
         job.copy = JobCopy::Missing;
         report.restore.as_mut().unwrap().driver = None;
-        insta::assert_snapshot!(text(&report), @r"
+        insta::assert_snapshot!(text(&report, None), @r"
         image      /var/lib/images/c1
                    made by Stasis, with CUDA: not whole
                    1.2 GiB on disk, 34 files
@@ -478,19 +600,108 @@ mod tests {
                    4096 bytes, SHA-256
                    0123456789abcdef0123456789abcdef0123456789abcdef0123456789abcdef
                    copy stasis.job: not there
+        needs      the driver that it was made with, which is not known
+                   a driver from branch 610 on, for its job (jobs.minimum-driver)
+                   NVIDIA H200, 140.4 GiB, 64.0 MiB free:
+                     GPU-00000000-aaaa-bbbb-cccc-dddddddddddd
+                   NVIDIA H200, 140.4 GiB, room for its part:
+                     GPU-11111111-aaaa-bbbb-cccc-dddddddddddd
         flags      none
         devices    /dev/nvidia0
                    /dev/nvidiactl
-        needs      the driver that it was made with, which is not known
+        this host  can restore it, onto other GPUs of the same product
+                   driver 610.43.02, /usr/lib/libcuda.so.1
+                   has GPU-00000000-aaaa-bbbb-cccc-dddddddddddd, 140.0 GiB free now
+                   for GPU-11111111-aaaa-bbbb-cccc-dddddddddddd:
+                     GPU-55555555-aaaa-bbbb-cccc-dddddddddddd
+        ");
+    }
+
+    #[test]
+    fn on_a_terminal_each_phase_has_a_bar() {
+        let mut report = whole();
+        let checkpoint = report.checkpoint.as_mut().unwrap();
+        for (name, milliseconds) in [("criu-dump", 602), ("unlock", 0)] {
+            checkpoint.phases.push(Phase { name: name.into(), milliseconds });
+        }
+        let phases = |columns| -> String {
+            let text = text(&report, columns);
+            let lines = text.lines().skip_while(|line| !line.starts_with("phases")).take(5);
+            lines.collect::<Vec<_>>().join("\n")
+        };
+        insta::assert_snapshot!(phases(Some(80)), @r"
+        phases     lock                3 ms  ▏
+                   cuda-checkpoint  1204 ms  ████████████████████████████████████████
+                   criu-dump         602 ms  ████████████████████
+                   unlock              0 ms
+                   together         1809 ms
+        ");
+        // In a narrow one they are shorter, or none.
+        for columns in 0..80 {
+            for line in phases(Some(columns)).lines() {
+                assert!(line.chars().count() <= columns.max(37), "{columns}: {line}");
+            }
+        }
+        assert_eq!(phases(Some(30)), phases(None));
+        assert!(!phases(None).contains(['█', '▏']));
+    }
+
+    #[test]
+    fn bars_are_in_proportion() {
+        for (part, most, room, want) in [
+            (0, 10, 10, ""),
+            (1, 10_000, 10, "▏"),
+            (5, 10, 10, "█████"),
+            (10, 10, 10, "██████████"),
+            (10, 10, 0, ""),
+            (0, 0, 10, ""),
+            (3, 16, 2, "▍"),
+            (u64::MAX, u64::MAX, 3, "███"),
+        ] {
+            assert_eq!(bar(part, most, room), want, "{part} of {most} in {room}");
+        }
+    }
+
+    #[test]
+    fn an_archive_on_a_host_that_cannot_restore_it_reads_like_this() {
+        let mut report = whole();
+        report.path = "/srv/c1.tar.zst".into();
+        report.form = Form::Archive;
+        report.compression = Some(Compression::Zstd);
+        report.exported = Some(Exported {
+            id: Some("8f2c".into()),
+            name: Some("c\u{7}1".into()),
+            image: Some("localhost/train:1".into()),
+        });
+        report.checkpoint = None;
+        let host = report.host.as_mut().unwrap();
+        host.can_restore = false;
+        host.problems = vec!["it was made with driver 610.43.02, and this host has 580.1".into()];
+        host.driver = None;
+        host.gpus.clear();
+        insta::assert_snapshot!(text(&report, None), @r"
+        image      /srv/c1.tar.zst
+                   made by Stasis, with CUDA: whole
+                   1.2 GiB on disk, 34 files
+                   an archive of podman container checkpoint --export, compressed with zstd
+        exported   container 8f2c
+                   name c\u{7}1
+                   of the image localhost/train:1
+        needs      driver 610.43.02, no other
                    a driver from branch 610 on, for its job (jobs.minimum-driver)
-                   GPU-00000000-aaaa-bbbb-cccc-dddddddddddd, 64.0 MiB free
-                   GPU-11111111-aaaa-bbbb-cccc-dddddddddddd, room for its part
+                   NVIDIA H200, 140.4 GiB, 64.0 MiB free:
+                     GPU-00000000-aaaa-bbbb-cccc-dddddddddddd
+                   NVIDIA H200, 140.4 GiB, room for its part:
+                     GPU-11111111-aaaa-bbbb-cccc-dddddddddddd
+        this host  cannot restore it:
+                   it was made with driver 610.43.02, and this host has 580.1
+                   driver of unknown version, /usr/lib/libcuda.so.1
         ");
     }
 
     #[test]
     fn an_image_without_cuda_reads_like_this() {
-        insta::assert_snapshot!(text(&bare(Kind::Plain)), @r"
+        insta::assert_snapshot!(text(&bare(Kind::Plain), None), @r"
         image      /var/lib/images/c1
                    without CUDA: any runtime restores it
                    0 bytes on disk, 0 files
@@ -505,6 +716,9 @@ mod tests {
         {
           "whole": false,
           "path": "/var/lib/images/c1",
+          "form": "directory",
+          "compression": null,
+          "exported": null,
           "kind": "unfinished",
           "problems": [
             "it did not finish"
@@ -512,7 +726,8 @@ mod tests {
           "bytes_on_disk": 0,
           "files": 0,
           "checkpoint": null,
-          "restore": null
+          "restore": null,
+          "host": null
         }
         "#);
     }
@@ -524,10 +739,12 @@ mod tests {
         checkpoint.gpus.clear();
         checkpoint.processes.clear();
         checkpoint.job = None;
-        report.restore = Some(Needs { driver: None, minimum_branch: None, gpus: Vec::new() });
-        let text = text(&report);
+        report.restore =
+            Some(Needs { driver: None, processes: 0, minimum_branch: None, gpus: Vec::new() });
+        report.host = None;
+        let text = text(&report, None);
         assert!(text.contains("\nprocesses  none with CUDA\n"), "{text}");
-        assert!(text.ends_with("\nneeds      no GPU\n"), "{text}");
+        assert!(text.contains("\nneeds      no GPU\n"), "{text}");
     }
 
     #[test]
@@ -539,9 +756,9 @@ mod tests {
         checkpoint.processes[2].gpus = vec!["\r".into()];
         checkpoint.phases[0].name = "x".repeat(4096);
         checkpoint.devices[0] = "/\u{7f}".into();
-        let lines = text(&report).lines().count();
-        assert_eq!(lines, text(&whole()).lines().count());
-        for line in text(&report).lines() {
+        let lines = text(&report, None).lines().count();
+        assert_eq!(lines, text(&whole(), None).lines().count());
+        for line in text(&report, None).lines() {
             assert!(!line.contains(|c: char| c.is_control() || c == '\u{202e}'), "{line:?}");
             assert!(line.chars().count() < 200, "{line:?}");
         }

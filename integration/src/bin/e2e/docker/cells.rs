@@ -1,7 +1,10 @@
 //! The counter on the GPU is checkpointed and restored, twice, and no line of its output is lost.
 
+use std::time::Duration;
+
 use anyhow::{Result, ensure};
-use stasis_integration::docker::{Docker, Network, Start};
+use stasis_integration::command;
+use stasis_integration::docker::{Container, Docker, Network, Start};
 use stasis_integration::suite::Suite;
 
 use super::{Way, checkpoint_and_end, counter, network, test};
@@ -36,6 +39,9 @@ fn cycles(docker: &Docker<'_>, way: Way, network: Network) -> Result<()> {
     docker.expect(&container, 103)?;
     let names = docker.checkpoints(&container)?;
     ensure!(names == ["second"], "docker checkpoint ls shows {names:?}");
+    let all = docker.daemon().checkpoints(&container.id);
+    let seen = docker.case().inspect(&all)?;
+    ensure!(seen["path"] == all.join("second").to_string_lossy().as_ref(), "{seen:#}");
     docker.expect_logs(&container, "101\n102\n103\n")
 }
 
@@ -47,10 +53,26 @@ fn leaves_running(docker: &Docker<'_>, way: Way) -> Result<()> {
     docker.expect(&container, 102)?;
     docker.checkpoint_running(&container, "second")?;
     docker.expect(&container, 103)?;
+    inspected(docker, &container)?;
     docker.kill(&container)?;
     docker.restore(&container, "first")?;
     docker.expect(&container, 102)?;
     docker.expect_logs(&container, "101\n102\n103\n102\n")
+}
+
+/// `stasis inspect` of what Docker keeps: a checkpoint, and the directory of both.
+fn inspected(docker: &Docker<'_>, container: &Container) -> Result<()> {
+    let both = docker.daemon().checkpoints(&container.id);
+    let case = docker.case();
+    for name in ["first", "second"] {
+        let seen = case.inspect(&both.join(name))?;
+        ensure!(seen["whole"] == true && seen["kind"] == "cuda", "{name}: {seen:#}");
+        ensure!(seen["checkpoint"]["container"] == container.id.as_str(), "{name}: {seen:#}");
+        ensure!(seen["host"]["can_restore"] == true, "{name}: {seen:#}");
+    }
+    let said = command::fail(&mut case.inspect_command(&both), Duration::from_secs(10))?;
+    ensure!(said.contains("there are several images in it: first, second"), "{said}");
+    Ok(())
 }
 
 /// One that prints all the time, also at the moment of the dump.

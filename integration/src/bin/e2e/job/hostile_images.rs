@@ -4,22 +4,17 @@
 use std::fs;
 use std::os::unix::fs::symlink;
 use std::path::Path;
-use std::process::Command;
-use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 use nix::sys::stat::Mode;
 use nix::unistd::mkfifo;
 use serde_json::{Value, json};
 use stasis_integration::case::Case;
-use stasis_integration::command;
 
 use super::bundles::bringing;
 use super::own::{Own, digest, says};
 use super::{IPC, KEEPS, LAUNCH};
 use crate::Test;
-
-const LIMIT: Duration = Duration::from_secs(10);
 
 pub(super) fn tests() -> Vec<Test> {
     vec![
@@ -28,15 +23,6 @@ pub(super) fn tests() -> Vec<Test> {
         Test::new("hostile_manifest_of_a_launched_job", dumped),
         Test::new("hostile_paths", paths),
     ]
-}
-
-/// What `stasis inspect` says; its exit status agrees.
-fn inspect(case: &Case<'_>, image: &Path) -> Result<Value> {
-    let mut command = Command::new(case.binary("stasis"));
-    let finished = command::run(command.args(["inspect", "--json"]).arg(image), LIMIT)?;
-    let seen: Value = serde_json::from_str(&finished.stdout).context(finished.stderr)?;
-    ensure!(finished.status.success() == (seen["whole"] == true), "{}: {seen}", finished.status);
-    Ok(seen)
 }
 
 type Spoil<'a> = (&'a str, &'a dyn Fn() -> Result<()>, &'a str);
@@ -48,7 +34,7 @@ fn copies(case: &Case<'_>) -> Result<()> {
     let image = case.path("image");
     own.checkpoint_and_end(&image)?;
     let at = image.join("stasis.job");
-    let seen = inspect(case, &image)?;
+    let seen = case.inspect(&image)?;
     ensure!(seen["whole"] == true, "a good image is said to be not whole: {seen}");
     let job = &seen["checkpoint"]["job"];
     ensure!(job["file"] == "made" && job["copy"] == "whole", "its job: {job}");
@@ -72,7 +58,7 @@ fn copies(case: &Case<'_>) -> Result<()> {
     for (name, spoil, why) in spoils {
         let _ = fs::remove_file(&at);
         spoil()?;
-        let seen = inspect(case, &image)?;
+        let seen = case.inspect(&image)?;
         ensure!(seen["whole"] == false, "{name} is said to be whole: {seen}");
         says(&seen["problems"].to_string(), &["stasis.job"])?;
         let error = own.restore_fails(&image).with_context(|| name.to_owned())?;

@@ -77,10 +77,19 @@ fn left_running(case: &Case) -> Result<()> {
 /// --runroot to which conmon writes its pid (see `stock_import_elsewhere`).
 fn exported(case: &Case) -> Result<()> {
     let mut podman = started(case, "c1")?;
-    for (number, name) in [(102, "first"), (103, "second")] {
-        let archive = case.path(&format!("{name}.tar.zst")).display().to_string();
-        podman.run(["container", "checkpoint", "--export", &archive, "c1"])?;
+    for (number, compression) in [(102, "zstd"), (103, "none")] {
+        let path = case.path(&format!("{number}.tar"));
+        let archive = path.display().to_string();
+        let export = ["container", "checkpoint", "--compress", compression, "--export", &archive];
+        podman.run(export.into_iter().chain(["c1"]))?;
+        let id = podman.id("c1")?;
         podman = podman.emptied()?;
+        let seen = case.inspect(&path)?;
+        ensure!(seen["whole"] == true && seen["kind"] == "cuda", "{seen:#}");
+        ensure!(seen["form"] == "archive" && seen["compression"] == compression, "{seen:#}");
+        ensure!(seen["exported"]["name"] == "c1" && seen["exported"]["id"] == id, "{seen:#}");
+        ensure!(seen["checkpoint"]["container"] == id, "{seen:#}");
+        ensure!(seen["host"]["can_restore"] == true, "{seen:#}");
         podman.run(["container", "restore", "--import", &archive])?;
         podman.expect("c1", number)?;
     }

@@ -84,8 +84,22 @@ fn ignore_rootfs(case: &Case) -> Result<()> {
         "c1",
     ])?;
     let podman = podman.emptied()?;
+    let seen = case.inspect(Path::new(&archive))?;
+    ensure!(seen["compression"] == "gzip" && seen["whole"] == true, "{seen:#}");
+    // On another machine, with another driver.
+    let made = seen["checkpoint"]["driver"].as_str().context("a version")?;
+    case.gpu.driver("610.43.02")?;
+    let elsewhere = case.inspect(Path::new(&archive))?;
+    case.gpu.driver(made)?;
+    let why = elsewhere["host"]["problems"].to_string();
+    ensure!(elsewhere["host"]["can_restore"] == false && why.contains(made), "{elsewhere:#}");
     podman.run(["container", "restore", "--ignore-rootfs", "--import", &archive])?;
     podman.expect("c1", 102)?;
+    // Cut short on the way to another machine.
+    let file = std::fs::File::options().write(true).open(&archive)?;
+    file.set_len(file.metadata()?.len() / 2)?;
+    let said = command::fail(&mut case.inspect_command(Path::new(&archive)), LIMIT)?;
+    ensure!(said.contains("the archive is cut short"), "{said}");
     podman.finish()
 }
 

@@ -37,7 +37,6 @@ pub(crate) fn tests() -> Vec<Test> {
         Test::new("kubernetes_node_sees_programs_behind_a_link", kubernetes::linked),
         Test::new("kubernetes_node_needs_both_marks", kubernetes::marks),
         Test::new("kubernetes_node_needs_the_programs", kubernetes::programs),
-        Test::new("completion_of_stasis", completions::stasis),
         Test::new("completion_of_stasis_runc", completions::stasis_runc),
     ]
 }
