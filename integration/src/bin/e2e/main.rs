@@ -9,6 +9,7 @@ mod cri;
 mod criu;
 mod ctr_matrix;
 mod docker;
+mod driver550;
 mod emulated;
 mod exec;
 mod failures;
@@ -20,6 +21,7 @@ mod order;
 mod plain;
 mod podman;
 mod ranks;
+mod remap;
 mod run;
 mod samples;
 mod shim_lifecycle;
@@ -84,6 +86,7 @@ fn modules() -> Vec<(&'static str, Vec<Test>)> {
         ("order", order::tests()),
         ("failures", failures::tests()),
         ("killed", killed::tests()),
+        ("remap", remap::tests()),
     ]
 }
 
@@ -128,6 +131,10 @@ fn front_ends() -> Vec<(&'static str, Place, Vec<Test>)> {
     modules.extend(ctr_matrix::modules());
     modules.extend(nerdctl::modules());
     modules.extend(job::modules());
+    modules.extend(driver550::modules().into_iter().map(|(module, place, tests)| {
+        let older = tests.into_iter().map(|test| test.only(&[Suite::Trixie])).collect();
+        (module, place, older)
+    }));
     modules.extend(docker::tests().into_iter().map(|(place, tests)| ("docker", place, tests)));
     modules
 }
