@@ -170,6 +170,20 @@ impl Gpu {
         self.property("gpus").and_then(|count| count.parse().ok()).unwrap_or(1)
     }
 
+    /// How many bytes of a GPU are in use, by processes that live or whose end nobody has noticed yet.
+    pub fn used(&self, gpu: usize) -> Result<u64> {
+        let prefix = format!("mem-{gpu}-");
+        let mut used = 0;
+        for process in fs::read_dir(&self.store)?.flatten() {
+            for allocation in fs::read_dir(process.path()).into_iter().flatten().flatten() {
+                if allocation.file_name().to_string_lossy().starts_with(&prefix) {
+                    used += allocation.metadata().map_or(0, |metadata| metadata.len());
+                }
+            }
+        }
+        Ok(used)
+    }
+
     /// Which GPUs containers are given from now on where no CDI device says it; the first if nobody
     /// does.
     pub fn give(&self, gpus: &[usize]) {

@@ -36,7 +36,11 @@ impl Group {
 
     /// The same on another port.
     pub fn expect_at(&mut self, init: Pid, port: u16) -> Result<()> {
-        let answer = udp::ask(init, port)?;
+        self.answered(udp::ask(init, port)?)
+    }
+
+    /// It was asked and has answered this.
+    pub fn answered(&mut self, answer: u64) -> Result<()> {
         self.number += self.members;
         let (number, members) = (self.number, self.members);
         ensure!(answer == number, "{members} processes said {answer} instead of {number}");

@@ -66,16 +66,21 @@ impl<'a> Podman<'a> {
         Ok(self)
     }
 
-    /// A call of Podman.
-    pub fn command(&self, arguments: impl IntoIterator<Item = impl AsRef<OsStr>>) -> Command {
-        let mut command = match &self.apart {
+    /// A program where Podman is called.
+    pub fn program(&self, program: impl AsRef<OsStr>) -> Command {
+        match &self.apart {
             Some(holder) => {
                 let mut command = Command::new("nsenter");
-                command.arg(format!("--mount=/proc/{}/ns/mnt", holder.id())).arg("podman");
+                command.arg(format!("--mount=/proc/{}/ns/mnt", holder.id())).arg(program);
                 command
             }
-            None => Command::new("podman"),
-        };
+            None => Command::new(program),
+        }
+    }
+
+    /// A call of Podman.
+    pub fn command(&self, arguments: impl IntoIterator<Item = impl AsRef<OsStr>>) -> Command {
+        let mut command = self.program("podman");
         for (flag, folder) in [("--root", "store"), ("--runroot", "run"), ("--tmpdir", "tmp")] {
             command.arg(flag).arg(self.directory.join(folder));
         }

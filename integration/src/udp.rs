@@ -7,7 +7,7 @@ use std::process::Command;
 use std::thread;
 use std::time::Duration;
 
-use anyhow::{Context, Result, anyhow};
+use anyhow::{Context, Result, anyhow, bail};
 use nix::sched::{CloneFlags, setns};
 use nix::unistd::Pid;
 
@@ -42,6 +42,49 @@ pub fn ask_at(counter: SocketAddrV4) -> Result<u64> {
         }
     })?;
     answer.trim().parse().with_context(|| format!("the counter answered {answer:?}"))
+}
+
+/// A datagram that was sent and whose answer is waited for later.
+#[derive(Debug)]
+pub struct Question(UdpSocket);
+
+impl Question {
+    /// Sends one to a port inside the network namespace of a process, on which somebody listens.
+    pub fn send(pid: Pid, port: u16) -> Result<Self> {
+        inside(pid, move || Self::send_to(SocketAddrV4::new(Ipv4Addr::LOCALHOST, port)))
+    }
+
+    /// The same from here.
+    pub fn send_to(counter: SocketAddrV4) -> Result<Self> {
+        let socket = UdpSocket::bind((Ipv4Addr::UNSPECIFIED, 0))?;
+        socket.connect(counter)?;
+        socket.send(b"?")?;
+        Ok(Self(socket))
+    }
+
+    /// There is no answer for so long.
+    pub fn expect_none(&self, time: Duration) -> Result<()> {
+        match self.receive(time) {
+            Ok(answer) => bail!("the counter answered {answer:?}"),
+            Err(error) if matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::TimedOut) => {
+                Ok(())
+            }
+            Err(error) => Err(error).context("no answer, and no counter either"),
+        }
+    }
+
+    /// The answer, which may take its time.
+    pub fn answer(self) -> Result<u64> {
+        let answer = self.receive(ANSWER).context("the answer to an earlier question")?;
+        answer.trim().parse().with_context(|| format!("the counter answered {answer:?}"))
+    }
+
+    fn receive(&self, limit: Duration) -> std::io::Result<String> {
+        self.0.set_read_timeout(Some(limit))?;
+        let mut buffer = [0; 64];
+        let length = self.0.recv(&mut buffer)?;
+        Ok(String::from_utf8_lossy(&buffer[..length]).into_owned())
+    }
 }
 
 /// Runs in the network namespace of a process, with its loopback up.

@@ -20,6 +20,7 @@ use crate::error::{Cause, Failure, Left, Phase};
 use crate::job::{self, Membership};
 use crate::journal::{Entry, Noted, Stage};
 use crate::parts::{CudaProcess, Limits, Parts, Progress};
+use crate::processes::Pid;
 use crate::remap::DeviceMap;
 use crate::suspend::{STATE, check, verify};
 
@@ -234,7 +235,8 @@ fn suspend_again(
     left
 }
 
-/// Those that got as far as LOCKED go back to CHECKPOINTED.
+/// Those that got as far as LOCKED, or as RUNNING when another could not be unlocked, go back to
+/// CHECKPOINTED.
 fn checkpointed_again(
     parts: &mut Parts<'_>,
     under_way: &Entry,
@@ -242,18 +244,20 @@ fn checkpointed_again(
 ) -> Result<(), Cause> {
     let cuda = processes_of(parts, under_way)?;
     let toggles = parts.driver.steps().map_err(Cause::NoDriver)? == Steps::Toggle;
-    let mut states = parts.driver.states(&crate::parts::pids(&cuda), STATE);
-    let locked: Vec<_> = cuda
-        .iter()
-        .map(CudaProcess::pid)
-        .filter(|pid| match states.remove(pid) {
-            Some(Ok(CudaState::Locked)) => true,
-            // What a toggle restores is unlocked.
-            Some(Ok(CudaState::Running)) => toggles,
-            _ => false,
-        })
-        .collect();
-    let answers = parts.driver.checkpoint(&locked, limit);
+    let states = parts.driver.states(&crate::parts::pids(&cuda), STATE);
+    let among = |wanted: &[CudaState]| -> Vec<_> {
+        let is = |pid: &Pid| matches!(states.get(pid), Some(Ok(state)) if wanted.contains(state));
+        cuda.iter().map(CudaProcess::pid).filter(is).collect()
+    };
+    // One toggle does both.
+    let running = if toggles { Vec::new() } else { among(&[CudaState::Running]) };
+    // The members of a job are locked one by one.
+    let together = if under_way.job.is_some() { 1 } else { running.len().max(1) };
+    for running in running.chunks(together) {
+        let answers = parts.driver.lock(running, limit, &mut || {});
+        check(parts.processes, answers, &cuda)?;
+    }
+    let answers = parts.driver.checkpoint(&among(&[CudaState::Locked, CudaState::Running]), limit);
     check(parts.processes, answers, &cuda)?;
     verify(parts.driver, parts.processes, &cuda, |_| CudaState::Checkpointed, limit)?;
     if under_way.frozen && !parts.freezer.frozen()? {

@@ -196,6 +196,18 @@ fn without_room_it_stays_suspended_and_can_be_resumed_later() {
 }
 
 #[test]
+fn one_that_ran_already_is_suspended_with_one_that_cannot_be_unlocked() {
+    let world = suspended_world(2, false).fault("unlock", Fault::Error(999), 1000);
+    world.with(|state| assert_eq!(state.cuda.insert(101, Running), Some(Checkpointed)));
+    let failure = resume(&world).unwrap_err();
+    assert!(matches!(failure.left, Left::Suspended), "{failure}");
+    is_suspended(&world, false);
+    world.with(|state| state.faults.clear());
+    resume(&world).unwrap();
+    runs(&world, false);
+}
+
+#[test]
 fn what_the_driver_has_lost_is_told_and_ended() {
     let world = suspended_world(2, false).fault("restore", Fault::Error(1), 1000);
     let failure = resume(&world).unwrap_err();

@@ -110,6 +110,8 @@ struct Which {
 
 #[derive(Debug, Args)]
 struct Ps {
+    /// Only these: their ids, or the beginnings of them
+    containers: Vec<String>,
     /// Also containers that use no CUDA
     #[arg(long, short)]
     all: bool,

@@ -73,15 +73,14 @@ impl Drop for Shown {
 }
 
 fn draw(what: &str, journal: &JournalFile, phase: &Mutex<Phase>, ended: &AtomicBool) {
-    let spinner = ProgressBar::no_length();
     let style = |template: &str| {
         ProgressStyle::with_template(template).unwrap_or_else(|_| ProgressStyle::default_spinner())
     };
     let waiting = style("{spinner} {prefix}: {msg} {elapsed}");
     let moving =
         style("{spinner} {prefix}: {msg} {bar:30} {binary_bytes}/{binary_total_bytes} {elapsed}");
-    spinner.set_prefix(what.to_owned());
-    spinner.set_style(waiting.clone());
+    // Each setter draws, so the style comes first.
+    let spinner = ProgressBar::no_length().with_style(waiting.clone()).with_prefix(what.to_owned());
     let mut shown = None;
     let mut moved: Option<Moved> = None;
     while !ended.load(Ordering::Relaxed) {

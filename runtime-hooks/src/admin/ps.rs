@@ -52,8 +52,15 @@ enum State {
 /// Lists containers.
 pub(super) fn run(config: &Config, asked: &Ps) -> ExitCode {
     let mut driver = HelperDriver::new(Program::this(), &config.cuda);
+    let roots = containers::roots(&asked.roots.given);
+    let named = asked.containers.iter().map(|name| containers::find(&roots, name));
+    let places = match named.collect::<Result<Vec<Place>, _>>() {
+        Ok(places) if places.is_empty() => containers::all(&roots),
+        Ok(places) => places,
+        Err(error) => return super::failed(&error.to_string()),
+    };
     let mut all = Vec::new();
-    for place in containers::all(&containers::roots(&asked.roots.given)) {
+    for place in places {
         match look(config, &place, &mut driver) {
             Ok(seen) if asked.all || !seen.processes.is_empty() => all.push(seen),
             Ok(_) => {}
@@ -116,7 +123,8 @@ fn runtime(root: &Path, bundle: &Path) -> &'static str {
         return "podman";
     }
     match root.as_ref() {
-        root if root.contains("/docker/") => "docker",
+        // The second where it knows the runtime by a shim's name: containerd's namespace of Docker.
+        root if root.contains("/docker/") || root.ends_with("/containerd/runc/moby") => "docker",
         root if root.ends_with("/k8s.io") => "kubernetes",
         root if root.contains("/containerd/") => "containerd",
         root if root.ends_with("/crun") => "crun",
@@ -304,6 +312,7 @@ mod tests {
     fn whose_it_is_stands_in_its_paths() {
         let of = |root: &str, bundle: &str| runtime(Path::new(root), Path::new(bundle));
         assert_eq!(of("/run/docker/runtime-runc/moby", "/b"), "docker");
+        assert_eq!(of("/run/containerd/runc/moby", "/b"), "docker");
         assert_eq!(of("/run/containerd/runc/k8s.io", "/b"), "kubernetes");
         let storage = "/var/lib/containers/storage/overlay-containers/x/userdata";
         assert_eq!(of("/run/runc", storage), "podman");

@@ -67,7 +67,8 @@ fn devices(
     }
     if !entry.device_map.is_empty() {
         return Err(
-            "it was restored onto other GPUs, which is kept in mind: resume it without this".to_owned()
+            "it was restored onto other GPUs, which is kept in mind: resume it without this"
+                .to_owned(),
         );
     }
     let facts = tools.parts().driver.facts().map_err(|error| error.to_string())?;

@@ -53,7 +53,8 @@ fn suspend(config: &Config, asked: &Suspend) -> anyhow::Result<String> {
     let suspended = suspended::suspend(&mut tools.parts(), &request, cuda, &mut progress)?;
     let took = shown.elapsed();
     drop(shown);
-    let given = freed(&suspended);
+    let already = earlier.as_ref().is_some_and(|earlier| has_all(earlier, &suspended));
+    let given = if already { Vec::new() } else { freed(&suspended) };
     Ok(if asked.json {
         let gpus: Vec<_> =
             given.iter().map(|(uuid, bytes)| json!({"uuid": uuid, "bytes": bytes})).collect();
@@ -70,9 +71,17 @@ fn suspend(config: &Config, asked: &Suspend) -> anyhow::Result<String> {
             "milliseconds": milliseconds, "phases": phases,
         });
         format!("{all:#}\n")
+    } else if already {
+        format!("{id} is suspended already\n{}", way_back(id, &asked.which))
     } else {
         text(id, &suspended, &given, &show::seconds(took), &asked.which)
     })
+}
+
+/// Whether all processes of a suspension were there at an earlier one.
+fn has_all(earlier: &Entry, now: &Entry) -> bool {
+    let known = |noted: &Noted| earlier.processes.iter().any(|earlier| earlier.id == noted.id);
+    now.processes.iter().all(known)
 }
 
 /// Puts right what a killed operation has left; gives what is noted of a suspended container.
@@ -125,6 +134,12 @@ fn text(
         .map(|(uuid, bytes)| format!("; {} free again on {uuid}", show::bytes(*bytes)))
         .collect();
     let free = free.concat();
+    let back = way_back(id, which);
+    format!("{id} is suspended: {count} in {took}{free}\n{back}")
+}
+
+/// What to type to resume it.
+fn way_back(id: &str, which: &super::Which) -> String {
     let name = match (&which.container, which.pid, &which.cgroup) {
         (Some(name), ..) => name.clone(),
         (_, Some(pid), _) => format!("--pid {pid}"),
@@ -134,7 +149,5 @@ fn text(
     let roots: Vec<String> =
         which.roots.given.iter().map(|root| format!(" --root {}", root.display())).collect();
     let roots = roots.concat();
-    format!(
-        "{id} is suspended: {count} in {took}{free}\nGive it back with: stasis resume {name}{roots}\n"
-    )
+    format!("Give it back with: stasis resume {name}{roots}\n")
 }

@@ -22,9 +22,15 @@ pub(crate) fn modules() -> Vec<(&'static str, Place, Vec<Test>)> {
     let modules = [(Shim::Go, "stasis_runc"), (Shim::Stasis, "shim")].map(|(shim, word)| {
         let mut tests = Vec::new();
         for (driver, branch) in [(TOGGLE, "550"), (STEPS, "555")] {
-            tests.push(Test::new(format!("{word}_cycles_{branch}"), move |case| cycles(case, driver)));
-            tests.push(Test::new(format!("{word}_paused_{branch}"), move |case| paused(case, driver)));
-            tests.push(Test::new(format!("{word}_direct_{branch}"), move |case| direct(case, driver)));
+            tests.push(Test::new(format!("{word}_cycles_{branch}"), move |case| {
+                cycles(case, driver)
+            }));
+            tests.push(Test::new(format!("{word}_paused_{branch}"), move |case| {
+                paused(case, driver)
+            }));
+            tests.push(Test::new(format!("{word}_direct_{branch}"), move |case| {
+                direct(case, driver)
+            }));
             tests.push(Test::new(format!("{word}_suspended_{branch}"), move |case| {
                 suspended(case, driver)
             }));

@@ -25,6 +25,7 @@ mod remap;
 mod run;
 mod samples;
 mod shim_lifecycle;
+mod suspend;
 mod tasks;
 mod tcp;
 
@@ -135,6 +136,7 @@ fn front_ends() -> Vec<(&'static str, Place, Vec<Test>)> {
         let older = tests.into_iter().map(|test| test.only(&[Suite::Trixie])).collect();
         (module, place, older)
     }));
+    modules.extend(suspend::modules());
     modules.extend(docker::tests().into_iter().map(|(place, tests)| ("docker", place, tests)));
     modules
 }

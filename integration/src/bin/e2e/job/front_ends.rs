@@ -53,7 +53,7 @@ pub(super) fn tests() -> Vec<(Place, Vec<Test>)> {
         Place::SHARED,
         both("podman_stasis_runc", |case, method| {
             let podman = Podman::with_image(case, "store")?;
-            whole_life(&OfPodman { case, podman: &podman, made: RefCell::default() }, method)?;
+            whole_life(&OfPodman::new(case, &podman), method)?;
             podman.finish()
         }),
     ));
@@ -77,13 +77,13 @@ fn both(
 
 /// `ctr`. It restores an image into the cgroup that its configuration names, so two at the same time
 /// are restored by the shim itself, as containerd would ask it to, into containers that `ctr` made.
-struct Ctr<'a> {
-    case: &'a Case<'a>,
+pub(crate) struct Ctr<'a> {
+    pub(crate) case: &'a Case<'a>,
     restored: RefCell<Vec<(String, ByHand)>>,
 }
 
 impl<'a> Ctr<'a> {
-    fn new(case: &'a Case<'a>) -> Self {
+    pub(crate) fn new(case: &'a Case<'a>) -> Self {
         Self { case, restored: RefCell::default() }
     }
 }
@@ -181,14 +181,14 @@ impl FrontEnd for Ctr<'_> {
 }
 
 /// `nerdctl`, which has the checkpoints of all containers in one place.
-struct OfNerdctl<'a> {
-    case: &'a Case<'a>,
-    nerdctl: Nerdctl<'a>,
+pub(crate) struct OfNerdctl<'a> {
+    pub(crate) case: &'a Case<'a>,
+    pub(crate) nerdctl: Nerdctl<'a>,
     flags: RefCell<Vec<String>>,
 }
 
 impl<'a> OfNerdctl<'a> {
-    fn new(case: &'a Case<'a>) -> Self {
+    pub(crate) fn new(case: &'a Case<'a>) -> Self {
         Self { case, nerdctl: Nerdctl::new(case), flags: RefCell::default() }
     }
 }
@@ -247,18 +247,18 @@ impl FrontEnd for OfNerdctl<'_> {
 }
 
 /// Docker, whose checkpoints belong to one container.
-struct OfDocker<'a> {
-    docker: &'a Docker<'a>,
-    runtime: &'a str,
+pub(crate) struct OfDocker<'a> {
+    pub(crate) docker: &'a Docker<'a>,
+    pub(crate) runtime: &'a str,
     container: RefCell<Option<docker::Container>>,
 }
 
 impl<'a> OfDocker<'a> {
-    fn new(docker: &'a Docker<'a>, runtime: &'a str) -> Self {
+    pub(crate) fn new(docker: &'a Docker<'a>, runtime: &'a str) -> Self {
         Self { docker, runtime, container: RefCell::default() }
     }
 
-    fn container(&self) -> Result<docker::Container> {
+    pub(crate) fn container(&self) -> Result<docker::Container> {
         self.container.borrow().clone().context("no container")
     }
 }
@@ -322,13 +322,17 @@ impl FrontEnd for OfDocker<'_> {
 }
 
 /// Podman, with archives that are imported under other names.
-struct OfPodman<'a> {
+pub(crate) struct OfPodman<'a> {
     case: &'a Case<'a>,
-    podman: &'a Podman<'a>,
+    pub(crate) podman: &'a Podman<'a>,
     made: RefCell<usize>,
 }
 
-impl OfPodman<'_> {
+impl<'a> OfPodman<'a> {
+    pub(crate) fn new(case: &'a Case<'a>, podman: &'a Podman<'a>) -> Self {
+        Self { case, podman, made: RefCell::default() }
+    }
+
     fn new_name(&self) -> String {
         let mut made = self.made.borrow_mut();
         *made += 1;

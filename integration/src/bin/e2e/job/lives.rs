@@ -35,7 +35,7 @@ const JOIN_LAUNCHED: &str = "export CUDA_CHECKPOINT_JOB_FILE=$(tr '\\0' '\\n' </
      sed -n 's|^CUDA_CHECKPOINT_JOB_FILE=/proc/self/|/proc/1/|p'); exec /bin/ipc --join";
 
 /// Who manages containers.
-pub(super) trait FrontEnd {
+pub(crate) trait FrontEnd {
     /// Starts one with a GPU.
     fn start(&self, annotated: bool, program: &[&str]) -> Result<String>;
     /// Its first process, and the port on which it is asked.

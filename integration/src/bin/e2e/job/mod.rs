@@ -6,13 +6,13 @@
 mod bundles;
 mod execs;
 mod faults;
-mod front_ends;
+pub(crate) mod front_ends;
 mod hostile_files;
 mod hostile_images;
-mod lives;
+pub(crate) mod lives;
 mod members;
 mod old_drivers;
-mod own;
+pub(crate) mod own;
 mod utility;
 
 use stasis_integration::case::Place;
@@ -20,7 +20,7 @@ use stasis_integration::case::Place;
 use crate::Test;
 
 /// The first branch of the driver that keeps shared memory.
-const KEEPS: &str = "610.43.02";
+pub(crate) const KEEPS: &str = "610.43.02";
 
 /// Knows the variable, and keeps none.
 const KNOWS: &str = "590.44.01";
@@ -29,7 +29,7 @@ const KNOWS: &str = "590.44.01";
 const OLD: &str = "580.159.04";
 
 /// The annotation by which a container gets a job file.
-const FILE: &str = "dev.stasis.job=file";
+pub(crate) const FILE: &str = "dev.stasis.job=file";
 
 /// The variable that names one.
 const VARIABLE: &str = "CUDA_CHECKPOINT_JOB_FILE";
@@ -38,10 +38,10 @@ const VARIABLE: &str = "CUDA_CHECKPOINT_JOB_FILE";
 const GIVEN: &str = "/run/stasis/cuda-job";
 
 /// A program that launches another in a new job, as people do who need no annotation.
-const LAUNCH: [&str; 2] = ["/bin/cuda-checkpoint", "--launch-job"];
+pub(crate) const LAUNCH: [&str; 2] = ["/bin/cuda-checkpoint", "--launch-job"];
 
 /// Four processes that share memory.
-const IPC: [&str; 2] = ["/bin/ipc", "4"];
+pub(crate) const IPC: [&str; 2] = ["/bin/ipc", "4"];
 
 /// What is tried everywhere, where the shim makes a difference, and in the older lab only.
 pub(crate) fn modules() -> Vec<(&'static str, Place, Vec<Test>)> {

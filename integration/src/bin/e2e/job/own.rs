@@ -20,16 +20,16 @@ use super::FILE;
 const LIMIT: Duration = Duration::from_secs(60);
 
 /// One with the emulated GPU and a root file system that it may write to.
-pub(super) struct Own<'a> {
+pub(crate) struct Own<'a> {
     case: &'a Case<'a>,
-    pub(super) bare: Bare,
+    pub(crate) bare: Bare,
     overlay: Overlay,
     pub(super) group: Group,
 }
 
 impl<'a> Own<'a> {
     /// One that runs this program. Its name is the test's and `name`.
-    pub(super) fn new(case: &'a Case<'a>, name: &str, program: &[&str]) -> Result<Self> {
+    pub(crate) fn new(case: &'a Case<'a>, name: &str, program: &[&str]) -> Result<Self> {
         let parent = std::env::var("LAB_ID")?;
         let id = format!("{}-{name}", case.name());
         let directory = case.path(&format!("bundle-{name}"));
@@ -113,11 +113,11 @@ impl<'a> Own<'a> {
         Ok(PathBuf::from(format!("/proc/{}/root{path}", self.init()?)))
     }
 
-    pub(super) fn init(&self) -> Result<Pid> {
+    pub(crate) fn init(&self) -> Result<Pid> {
         self.bare.pid()
     }
 
-    pub(super) fn start(&mut self) -> Result<()> {
+    pub(crate) fn start(&mut self) -> Result<()> {
         self.bare.create(&self.runtime())?;
         self.bare.start(&self.runtime())
     }
@@ -217,7 +217,7 @@ impl<'a> Own<'a> {
     }
 
     /// `delete --force`, after which nothing of it is left.
-    pub(super) fn delete(&self) -> Result<()> {
+    pub(crate) fn delete(&self) -> Result<()> {
         self.bare.delete(&self.runtime())?;
         self.expect_nothing()?;
         ensure!(self.own_job().is_none(), "the job file of {} is left", self.bare.id());

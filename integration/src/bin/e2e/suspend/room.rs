@@ -1,0 +1,111 @@
+//! Containers that take turns on one GPU.
+
+use std::time::Duration;
+
+use anyhow::{Result, ensure};
+use stasis_integration::case::{Case, Container};
+use stasis_integration::{command, wait};
+
+use super::{LIMIT, Stasis, says};
+use crate::Test;
+
+/// Of a GPU's memory, in MiB.
+const ALL: u64 = 64;
+
+/// More than half of it.
+const MOST: &str = "40";
+
+pub(super) fn tests() -> Vec<Test> {
+    vec![
+        Test::new("two_take_turns", take_turns),
+        Test::new("resume_waits_for_room", waits),
+        Test::new("resume_without_room", without_room),
+    ]
+}
+
+/// A counter that verifies all of its memory at each count.
+fn start(case: &Case<'_>) -> Result<String> {
+    let id = case.start(&Container::counter(&["--pattern-mib", MOST]))?;
+    case.expect(&id, 101)?;
+    Ok(id)
+}
+
+fn two<'a>(case: &'a Case<'a>) -> Result<(Stasis<'a>, String, String)> {
+    case.gpu.configure(&[&format!("memory={}", ALL << 20)])?;
+    let stasis = Stasis::new(case);
+    let first = start(case)?;
+    // There is no room for another one.
+    let refused = case.start(&Container::counter(&["--pattern-mib", MOST]))?;
+    case.wait_stopped(&refused)?;
+    case.remove(&refused)?;
+    stasis.run(&["suspend", &first])?;
+    let second = start(case)?;
+    Ok((stasis, first, second))
+}
+
+fn take_turns(case: &Case<'_>) -> Result<()> {
+    let (stasis, mut waits, mut works) = two(case)?;
+    let mut counts = (101, 101);
+    for _ in 0..4 {
+        stasis.run(&["suspend", &works])?;
+        stasis.expect_suspended(&works, 1)?;
+        stasis.expect_suspended(&waits, 1)?;
+        stasis.run(&["resume", &waits])?;
+        (waits, works) = (works, waits);
+        counts = (counts.1, counts.0 + 1);
+        case.expect(&works, counts.1)?;
+    }
+    // Any number of them fits into the host's memory.
+    stasis.run(&["suspend", &works])?;
+    let third = start(case)?;
+    stasis.run(&["suspend", &third])?;
+    stasis.expect_free()?;
+    for (id, count) in [(&waits, counts.0 + 1), (&works, counts.1 + 1), (&third, 102)] {
+        stasis.run(&["resume", id])?;
+        case.expect(id, count)?;
+        case.remove(id)?;
+    }
+    Ok(())
+}
+
+fn without_room(case: &Case<'_>) -> Result<()> {
+    let (stasis, first, second) = two(case)?;
+    for _ in 0..2 {
+        let error = stasis.fails(&["resume", &first, "--timeout", "1s"])?;
+        says(
+            &error,
+            &[
+                &format!("resume of container {first} failed"),
+                "GPU-",
+                "MiB free and",
+                "MiB are needed",
+                "suspended as before and nothing is lost",
+            ],
+        )?;
+        let seen = stasis.seen(&first)?.unwrap_or_default();
+        ensure!(seen["operation"] == "suspended", "{seen}");
+        super::expect_states(&seen, 1, "suspended")?;
+    }
+    case.expect(&second, 102)?;
+    stasis.run(&["suspend", &second])?;
+    stasis.run(&["resume", &first])?;
+    case.expect(&first, 102)?;
+    case.remove(&first)?;
+    stasis.run(&["resume", &second])?;
+    case.expect(&second, 103)
+}
+
+/// Until its time is over.
+fn waits(case: &Case<'_>) -> Result<()> {
+    let (stasis, first, second) = two(case)?;
+    let mut resume = stasis.command(&["resume", &first, "--timeout", "30s"]).spawn()?;
+    std::thread::sleep(Duration::from_millis(700));
+    ensure!(resume.try_wait()?.is_none(), "it did not wait for room");
+    case.expect(&second, 102)?;
+    let suspended = stasis.run(&["suspend", &second]);
+    let ended = command::wait(&mut resume, LIMIT)?;
+    suspended?;
+    ensure!(ended.is_some_and(|status| status.success()), "the resume ended with {ended:?}");
+    wait::until("the resumed one", LIMIT, || Ok(stasis.expect_running(&first, 1).ok()))?;
+    case.expect(&first, 102)
+}
