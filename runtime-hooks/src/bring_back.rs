@@ -14,6 +14,7 @@ use crate::journal::{Entry, Stage};
 use crate::parts::{CudaProcess, Limits, Parts};
 use crate::processes::Process;
 use crate::suspend::driver_runs;
+use crate::suspended;
 
 /// How long CRIU may need to let go of the container after its runtime was killed.
 const LET_GO: Duration = Duration::from_secs(60);
@@ -163,7 +164,9 @@ fn thaw_by(parts: &mut Parts<'_>, thaw: Thaw) -> Result<(), Cause> {
 /// The operation has ended: its entry in the journal goes. A container that was suspended before is
 /// so again.
 pub(crate) fn forget(parts: &mut Parts<'_>, entry: &Entry) {
-    let earlier = entry.suspended.as_ref().filter(|_| parts.processes.alive(entry.init));
+    let resumed = entry.stage == Stage::Resuming;
+    let earlier = entry.suspended.as_ref();
+    let earlier = earlier.filter(|_| !resumed && parts.processes.alive(entry.init));
     let done = match earlier {
         Some(earlier) => parts.journal.save(earlier),
         None => parts.journal.clear(),
@@ -184,6 +187,9 @@ pub fn put_back(parts: &mut Parts<'_>, entry: &Entry, limits: &Limits) -> Left {
     let left = match brought {
         Ok(_) if !parts.processes.alive(entry.init) => Left::Gone,
         Ok(_) => left,
+        Err(because) if matches!(entry.stage, Stage::Freeing | Stage::Resuming) => {
+            return suspended::stay(parts, entry, &because, limits.checkpoint);
+        }
         Err(because) => kill(parts, entry, because),
     };
     if !pending {

@@ -226,6 +226,13 @@ fn begin(
     Ok(entry)
 }
 
+/// Where the memory of a suspended container came from that was to go to this GPU: it is not there yet.
+fn origin(request: &Request<'_>, uuid: String) -> String {
+    let map = request.suspended.map(|suspended| &suspended.device_map);
+    let pair = map.and_then(|map| map.iter().find(|(_, to)| *to == uuid));
+    pair.map_or(uuid, |(from, _)| from.clone())
+}
+
 /// What suspended processes will need: they use no GPU now.
 fn recall_uses(cuda: &mut [CudaProcess], suspended: &Entry) {
     for process in cuda.iter_mut().filter(|process| process.uses.gpus.is_empty()) {
@@ -422,7 +429,7 @@ fn manifest(
         gpu_devices: spec::gpu_devices(request.spec),
         gpu_nodes: remap::cards(request.spec, &facts.gpus)
             .into_iter()
-            .map(|card| manifest::GpuNode { path: card.path, uuid: card.uuid })
+            .map(|card| manifest::GpuNode { path: card.path, uuid: origin(request, card.uuid) })
             .collect(),
         phases: progress.phases(),
     }

@@ -8,15 +8,10 @@ use crate::container::{Cgroup, CgroupVersion, Container, mounted};
 use crate::processes::{Pid, ProcessId, start_time};
 
 /// Where runtimes are told to keep their state, or do so by themselves. A `*` stands for any one
-/// directory: containerd's namespaces, Docker's runtimes, the users of rootless ones.
-const ROOTS: [&str; 6] = [
-    "/run/containerd/runc/*",
-    "/run/docker/runtime-*/*",
-    "/run/runc",
-    "/run/crun",
-    "/run/user/*/runc",
-    "/run/user/*/crun",
-];
+/// directory: containerd's namespaces, Docker's runtimes. Those of rootless ones are not among them:
+/// their users could have root act on any process.
+const ROOTS: [&str; 4] =
+    ["/run/containerd/runc/*", "/run/docker/runtime-*/*", "/run/runc", "/run/crun"];
 
 /// A container, as its runtime finds it.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
@@ -168,22 +163,38 @@ pub fn of_process(roots: &[PathBuf], pid: Pid) -> Result<(Place, Container), Fin
 
 /// A cgroup as if it were a container: a directory of a mounted hierarchy, or a path as it stands in
 /// /proc/PID/cgroup.
-pub fn of_cgroup(path: &Path) -> Result<Container, FindError> {
+pub fn of_cgroup(roots: &[PathBuf], path: &Path) -> Result<Container, FindError> {
     let failed =
         |reason: &str| FindError::Cgroup { path: path.to_owned(), reason: reason.to_owned() };
     let cgroup = cgroup_at(path).ok_or_else(|| {
         failed("there is no such directory with a freezer, nor such a path in /proc/PID/cgroup")
     })?;
     let directory = &cgroup.directory;
-    let own = Pid::try_from(std::process::id()).unwrap_or_default();
-    if Cgroup::of(own).is_ok_and(|own| own.directory.starts_with(directory)) {
+    if holds_this_process(directory) {
         return Err(failed(
             "it holds this very command, which would freeze itself; use another shell, or a deeper cgroup",
         ));
     }
+    let related = |place: &Place| {
+        let container = Container::load(&place.root, &place.id).ok()?;
+        let other = container.cgroup.directory;
+        (other.starts_with(directory) || directory.starts_with(&other)).then_some(container.id)
+    };
+    if let Some(id) = all(roots).iter().find_map(related) {
+        return Err(failed(&format!(
+            "it is, holds or lies in the cgroup of container {id}: name that"
+        )));
+    }
     let oldest = processes_below(directory).into_iter().min_by_key(|process| process.start_time);
     let init = oldest.ok_or_else(|| failed("it holds no process"))?;
     Ok(Container { id: directory.display().to_string(), init, bundle: PathBuf::new(), cgroup })
+}
+
+/// Whether freezing this cgroup would freeze who does it.
+#[must_use]
+pub fn holds_this_process(directory: &Path) -> bool {
+    let own = Pid::try_from(std::process::id()).unwrap_or_default();
+    processes_below(directory).iter().any(|process| process.pid == own)
 }
 
 fn cgroup_at(path: &Path) -> Option<Cgroup> {
@@ -280,12 +291,12 @@ mod tests {
     fn a_cgroup_with_this_command_in_it_is_refused() {
         let own = Pid::try_from(std::process::id()).unwrap();
         for path in ["/no/such/cgroup", "/proc"] {
-            let said = of_cgroup(Path::new(path)).unwrap_err().to_string();
+            let said = of_cgroup(&[], Path::new(path)).unwrap_err().to_string();
             assert!(said.contains("no such directory with a freezer"), "{said}");
         }
         // Where there is one at all.
         if let Ok(cgroup) = Cgroup::of(own) {
-            let said = of_cgroup(&cgroup.directory).unwrap_err().to_string();
+            let said = of_cgroup(&[], &cgroup.directory).unwrap_err().to_string();
             assert!(said.contains("this very command"), "{said}");
         }
     }

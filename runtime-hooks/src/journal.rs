@@ -89,12 +89,47 @@ pub enum Stage {
     Suspending,
     /// The image is whole and the container stays paused, its CUDA checkpointed, until Resume.
     AwaitingResume,
+    /// `stasis suspend` is at work. What cannot be brought back stays suspended.
+    Freeing,
+    /// `stasis resume` is at work. The same.
+    Resuming,
     /// No operation: `stasis suspend` has freed the GPU, and the container goes on without until
     /// `stasis resume`.
     Suspended,
 }
 
+impl Stage {
+    /// Whether an operation is at work, or was killed.
+    #[must_use]
+    pub fn is_under_way(self) -> bool {
+        matches!(self, Self::Suspending | Self::Freeing | Self::Resuming)
+    }
+}
+
 impl Entry {
+    /// The same container, suspended, and what it will be when it is resumed.
+    #[must_use]
+    pub fn as_suspended(&self) -> Self {
+        let mut suspended = match &self.suspended {
+            Some(earlier) => (**earlier).clone(),
+            None => Self { device_map: self.device_map.clone(), ..self.empty() },
+        };
+        suspended.stage = Stage::Suspended;
+        suspended.job.clone_from(&self.job);
+        suspended.locking = self.locking;
+        suspended.locked_last = self.locked_last;
+        for noted in &self.processes {
+            if !suspended.processes.iter().any(|known| known.id == noted.id) {
+                suspended.processes.push(noted.clone());
+            }
+        }
+        suspended
+    }
+
+    fn empty(&self) -> Self {
+        Self::new(&self.container, self.init, false, Path::new(""))
+    }
+
     /// The job that calls to the driver are made in.
     #[must_use]
     pub fn in_job(&self) -> Option<&Job> {

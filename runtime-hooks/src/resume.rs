@@ -1,11 +1,14 @@
 //! What follows a checkpoint in another process: Resume of a paused container whose CUDA is
 //! checkpointed, and repair of what a killed operation left behind.
 
+use std::time::Duration;
+
 use crate::bring_back::{Back, Goal, Thaw, bring_back, fail, forget, kill, log_of, unlock_network};
 use crate::error::{Cause, Failure, Left, Phase};
 use crate::journal::{Entry, Stage};
 use crate::parts::{Limits, Parts};
 use crate::processes::ProcessId;
+use crate::suspended;
 
 /// Resumes the container of `entry`: CUDA first, then its own code. If its CUDA does not come back
 /// until the deadline the container is killed, since clients do not look at the error, and a
@@ -47,15 +50,27 @@ pub fn repair(
     tracing::warn!(container = entry.container, "an interrupted operation is put right");
     unlock_network(parts);
     let goal = if entry.frozen { Goal::Paused } else { Goal::Running };
-    match bring_back(parts, entry, goal, Thaw::Freezer, limits) {
+    let may_stay = matches!(entry.stage, Stage::Freeing | Stage::Resuming);
+    // Whoever wanted it suspended, or resumed, is not there any more: no room is waited for.
+    let limits = if may_stay { Limits { restore: AT_ONCE, ..*limits } } else { *limits };
+    match bring_back(parts, entry, goal, Thaw::Freezer, &limits) {
         Ok(Back::LockPending) => Ok(()),
         Ok(Back::Whole) => {
             forget(parts, entry);
             Ok(())
         }
-        Err(cause) => Err(fail(parts, "repair", entry, Phase::Repair, cause, limits)),
+        Err(cause) if may_stay => match suspended::stay(parts, entry, &cause, limits.checkpoint) {
+            Left::Suspended => {
+                tracing::warn!(container = entry.container, %cause, "its CUDA stays suspended");
+                Ok(())
+            }
+            left => Err(Failure { cause, left, ..untouched(entry, Cause::Gone) }),
+        },
+        Err(cause) => Err(fail(parts, "repair", entry, Phase::Repair, cause, &limits)),
     }
 }
+
+const AT_ONCE: Duration = Duration::from_secs(1);
 
 fn untouched(entry: &Entry, cause: Cause) -> Failure {
     Failure {

@@ -17,12 +17,13 @@ use crate::container::Container;
 use crate::cuda::{CudaState, DriverFacts, Steps};
 use crate::discover::{Gate, find_uses};
 use crate::error::{Cause, Failure, Left, Phase};
+use crate::freezer::FreezerError;
 use crate::job::{self, Membership};
 use crate::journal::{Entry, Noted, Stage};
 use crate::parts::{CudaProcess, Limits, Parts, Progress};
 use crate::processes::Pid;
 use crate::remap::DeviceMap;
-use crate::suspend::{STATE, check, verify};
+use crate::suspend::{STATE, check, driver_runs, verify};
 
 /// A suspension that is asked for.
 #[derive(Debug)]
@@ -65,7 +66,7 @@ pub fn suspend(
     let done = crate::suspend::suspend(parts, &mut entry, &mut cuda, &gate, limits, progress)
         .and_then(|()| if entry.frozen { Ok(()) } else { Ok(parts.freezer.thaw()?) })
         // Last: whoever finds it said to be suspended has nothing to put right.
-        .and_then(|()| note(parts, &entry, request.earlier, &cuda));
+        .and_then(|()| note(parts, &entry, &cuda));
     done.map_err(|cause| fail(parts, OPERATION, &entry, progress.phase(), cause, limits))
 }
 
@@ -89,6 +90,7 @@ fn preflight(
     find_uses(parts, cuda);
     let init = request.container.init;
     let mut entry = Entry::new(&request.container.id, init, parts.freezer.frozen()?, "".as_ref());
+    entry.stage = Stage::Freeing;
     if job::known(&facts) {
         let found = job::find(parts.driver, parts.processes, cuda, init)?;
         entry.job = found.map(|found| Membership { job: found.job, origin: None });
@@ -101,24 +103,10 @@ fn preflight(
 }
 
 /// Notes that it is suspended, and to which states it goes back.
-fn note(
-    parts: &mut Parts<'_>,
-    entry: &Entry,
-    earlier: Option<&Entry>,
-    cuda: &[CudaProcess],
-) -> Result<Entry, Cause> {
-    let mut suspended = Entry::new(&entry.container, entry.init, false, "".as_ref());
-    suspended.stage = Stage::Suspended;
-    suspended.locking = entry.locking;
-    suspended.job.clone_from(&entry.job);
-    suspended.processes = cuda
-        .iter()
-        .map(|process| {
-            let earlier = earlier.into_iter().flat_map(|earlier| &earlier.processes);
-            let noted = earlier.into_iter().find(|noted| noted.id == process.process.id);
-            noted.cloned().unwrap_or_else(|| Noted::from(process))
-        })
-        .collect();
+fn note(parts: &mut Parts<'_>, entry: &Entry, cuda: &[CudaProcess]) -> Result<Entry, Cause> {
+    let mut suspended = entry.as_suspended();
+    // Those that have ended since are not waited for.
+    suspended.processes.retain(|noted| cuda.iter().any(|known| known.process.id == noted.id));
     parts.journal.save(&suspended)?;
     Ok(suspended)
 }
@@ -159,8 +147,8 @@ pub fn found(
     Ok(Some(entry))
 }
 
-/// Gives the container of `entry`, which is suspended, its CUDA back, on other GPUs if `map` says so. If that fails it is suspended as
-/// before and can be resumed later, unless the driver has lost what it had.
+/// Gives the container of `entry`, which is suspended, its CUDA back, on other GPUs if `map` says so. If
+/// that fails it is suspended as before and can be resumed later, unless the driver has lost what it had.
 pub fn resume(
     parts: &mut Parts<'_>,
     entry: &Entry,
@@ -171,7 +159,8 @@ pub fn resume(
     const OPERATION: &str = "resume";
     let mut under_way = entry.clone();
     under_way.device_map = map;
-    under_way.stage = Stage::Suspending;
+    under_way.stage = Stage::Resuming;
+    under_way.suspended = Some(Box::new(entry.clone()));
     let begun = parts.freezer.frozen().map_err(Cause::from).and_then(|frozen| {
         under_way.frozen = frozen;
         Ok(parts.journal.save(&under_way)?)
@@ -197,42 +186,49 @@ pub fn resume(
             Ok(())
         }
         Err(cause) => {
-            let left = suspend_again(parts, entry, &under_way, &cause, limits.checkpoint);
+            let left = stay(parts, &under_way, &cause, limits.checkpoint);
             Err(failure(Phase::CudaRestore, cause, left))
         }
     }
 }
 
-/// After a resume that failed.
-fn suspend_again(
-    parts: &mut Parts<'_>,
-    entry: &Entry,
-    under_way: &Entry,
-    cause: &Cause,
-    limit: Duration,
-) -> Left {
+/// What cannot be brought back stays suspended, or becomes it again, as far as the driver answers. Only
+/// what the driver has lost ends the container.
+pub(crate) fn stay(parts: &mut Parts<'_>, entry: &Entry, cause: &Cause, limit: Duration) -> Left {
     let lost = matches!(cause, Cause::SharedLost { .. } | Cause::Unusable { .. });
-    let again = if lost { Err(Cause::Gone) } else { checkpointed_again(parts, under_way, limit) };
-    let left = match again {
-        _ if !parts.processes.alive(entry.init) => Left::Gone,
-        Ok(()) => Left::Suspended,
-        Err(again) => {
-            let because = if lost {
-                Cause::NotBack { reason: cause.to_string(), image_too: true }
-            } else {
-                again
-            };
-            kill(parts, entry, because)
-        }
-    };
-    let done = match left {
-        Left::Suspended => parts.journal.save(entry),
-        _ => parts.journal.clear(),
-    };
-    if let Err(error) = done {
-        tracing::error!(error = %crate::error::chain(&error), "the journal says something else");
+    let again = if lost { Ok(()) } else { checkpointed_again(parts, entry, limit) };
+    parts.hold.release();
+    if !parts.processes.alive(entry.init) {
+        forget(parts, entry);
+        return Left::Gone;
     }
-    left
+    if lost {
+        let reason = cause.to_string();
+        let left = kill(parts, entry, Cause::NotBack { reason, image_too: true });
+        forget(parts, entry);
+        return left;
+    }
+    let container = &entry.container;
+    if let Err(error) = again {
+        // Whoever resumes it later begins from what the driver says then.
+        tracing::error!(container, %error, "it is not known whether all of it is suspended");
+    }
+    if let Err(error) = as_it_was(parts, entry) {
+        tracing::error!(container, error = %crate::error::chain(&error), "the freezer");
+    }
+    if let Err(error) = parts.journal.save(&entry.as_suspended()) {
+        tracing::error!(container, error = %crate::error::chain(&error), "the journal");
+    }
+    Left::Suspended
+}
+
+/// Frozen, or not, as before the operation.
+fn as_it_was(parts: &Parts<'_>, entry: &Entry) -> Result<(), FreezerError> {
+    match (entry.frozen, parts.freezer.frozen()?) {
+        (true, false) => parts.freezer.freeze(),
+        (false, true) => parts.freezer.thaw(),
+        _ => Ok(()),
+    }
 }
 
 /// Those that got as far as LOCKED, or as RUNNING when another could not be unlocked, go back to
@@ -243,6 +239,12 @@ fn checkpointed_again(
     limit: Duration,
 ) -> Result<(), Cause> {
     let cuda = processes_of(parts, under_way)?;
+    if parts.freezer.frozen()? {
+        // It answers nothing.
+        parts.holding().all(&cuda, driver_runs)?;
+        parts.freezer.thaw()?;
+        parts.hold.settle()?;
+    }
     let toggles = parts.driver.steps().map_err(Cause::NoDriver)? == Steps::Toggle;
     let states = parts.driver.states(&crate::parts::pids(&cuda), STATE);
     let among = |wanted: &[CudaState]| -> Vec<_> {
@@ -260,12 +262,6 @@ fn checkpointed_again(
     let answers = parts.driver.checkpoint(&among(&[CudaState::Locked, CudaState::Running]), limit);
     check(parts.processes, answers, &cuda)?;
     verify(parts.driver, parts.processes, &cuda, |_| CudaState::Checkpointed, limit)?;
-    if under_way.frozen && !parts.freezer.frozen()? {
-        parts.freezer.freeze()?;
-    }
-    parts.hold.release();
-    if !under_way.frozen && parts.freezer.frozen()? {
-        parts.freezer.thaw()?;
-    }
-    Ok(())
+    // Before they are let go: what was paused stays so.
+    Ok(as_it_was(parts, under_way)?)
 }

@@ -397,3 +397,69 @@ fn it_goes_to_another_gpu_if_there_is_room() {
     assert_eq!(world.with(|state| state.map.clone()), *to_other());
     runs(&world, false);
 }
+
+#[test]
+fn whoever_cannot_ask_the_driver_loses_nothing() {
+    for frozen in [false, true] {
+        for call in ["probe", "hold", "thaw", "states"] {
+            let world = suspended_world(1, frozen).fault(call, Fault::Crash, 1000);
+            let failure = match resume(&world) {
+                Ok(()) => continue,
+                Err(failure) => failure,
+            };
+            assert!(matches!(failure.left, Left::Suspended), "{call}: {failure}");
+            world.with(|state| state.faults.clear());
+            is_suspended(&world, frozen);
+            resume(&world).unwrap();
+            runs(&world, frozen);
+        }
+    }
+}
+
+#[test]
+fn what_was_killed_while_another_took_the_memory_stays_suspended() {
+    let mut seen = [0; 2];
+    for (which, count) in seen.iter_mut().enumerate() {
+        for calls in 0..100 {
+            let world = if which == 0 { World::new(1, false) } else { suspended_world(1, false) };
+            let act = if which == 0 { suspend } else { resume };
+            if world.cut_off_after(calls, || act(&world)).is_some() {
+                break;
+            }
+            world.with(|state| state.held.clear());
+            let entry = entry(&world);
+            let Some(entry) = entry.filter(|entry| entry.stage.is_under_way()) else { continue };
+            let suspended = world.states() == [Checkpointed];
+            let world = world.fault("free", Fault::Error(1), 1_000_000);
+            world.run(|parts| resume::repair(parts, &entry, INIT, &World::limits())).unwrap();
+            if suspended {
+                *count += 1;
+                is_suspended(&world, false);
+            } else {
+                runs(&world, false);
+            }
+        }
+    }
+    assert!(seen.iter().all(|seen| *seen > 1), "{seen:?}");
+}
+
+#[test]
+fn a_suspension_that_fails_too_late_stays_one_where_the_memory_is_taken() {
+    let world = World::new(1, false).fault("freeze", Fault::Error(1), 1).fault(
+        "free",
+        Fault::Error(1),
+        1_000_000,
+    );
+    let failure = suspend(&world).unwrap_err();
+    assert!(matches!(failure.left, Left::Suspended), "{failure}");
+    is_suspended(&world, false);
+}
+
+#[test]
+fn where_it_is_to_go_is_kept_over_a_second_suspension() {
+    let world = suspended_world(1, false);
+    let map = DeviceMap::from_iter([("GPU-0".to_owned(), "GPU-1".to_owned())]);
+    world.with(|state| state.entry.as_mut().unwrap().device_map = map.clone());
+    suspend(&world).unwrap();
+    assert_eq!(entry(&world).unwrap().device_map, map);
+}

@@ -138,7 +138,7 @@ impl Seen {
         self.journal.as_ref().map(|entry| match entry.stage {
             Stage::Suspended => "suspended",
             Stage::AwaitingResume => "awaiting resume",
-            Stage::Suspending => "under way, or to be repaired",
+            Stage::Suspending | Stage::Freeing | Stage::Resuming => "under way, or to be repaired",
         })
     }
 }

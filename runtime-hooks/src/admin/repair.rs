@@ -82,9 +82,11 @@ fn repair(
     let limits = Limits::new(&config.cuda, None);
     let mut tools = Tools::new(&target, config)?;
     resume::repair(&mut tools.parts(), &entry, container.init, &limits)?;
-    Ok(match (same, entry.suspended.is_some(), entry.frozen) {
+    let now = journal.load()?;
+    let suspended = now.is_some_and(|now| now.stage == Stage::Suspended);
+    Ok(match (same, suspended, entry.frozen) {
         (false, ..) => "is another container than the journal's, which is removed",
-        (_, true, _) => "is repaired: suspended as before",
+        (_, true, _) => "is repaired: it is suspended, see stasis resume",
         (.., true) => "is repaired: paused as before",
         (.., false) => "is repaired: it runs",
     })

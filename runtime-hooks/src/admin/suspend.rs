@@ -102,10 +102,11 @@ pub(super) fn put_right(
             "container {id} was paused and checkpointed, and awaits its resume by whoever has paused it \
              (ctr tasks resume, docker unpause, …); its GPU is free until then; nothing was done"
         ),
-        Stage::AwaitingResume | Stage::Suspending => {}
+        _ => {}
     }
     resume::repair(parts, &entry, init, limits)?;
-    Ok(entry.suspended.filter(|_| entry.init == init).map(|earlier| *earlier))
+    let now = journal.load().with_context(|| format!("container {id}"))?;
+    Ok(now.filter(|now| now.stage == Stage::Suspended && now.init == init))
 }
 
 /// The GPUs that are free of it, with bytes as far as they are known.

@@ -20,7 +20,7 @@ use crate::hold::Tracer;
 use crate::image::ImageDirectory;
 use crate::journal::JournalFile;
 use crate::parts::Parts;
-use crate::processes::{CgroupProcesses, Processes as _};
+use crate::processes::{CgroupProcesses, Process, Processes as _};
 use crate::runc::criu::{LogStore, Options};
 use crate::runc::{Runc, RuncError, Runtime};
 use crate::{interrupt, spec};
@@ -42,11 +42,10 @@ impl Target {
     pub(super) fn named(which: &Which) -> anyhow::Result<Self> {
         let roots = containers::roots(&which.roots.given);
         if let Some(cgroup) = &which.cgroup {
-            return Ok(Self { container: containers::of_cgroup(cgroup)?, place: None });
+            return Ok(Self { container: containers::of_cgroup(&roots, cgroup)?, place: None });
         }
         if let Some(pid) = which.pid {
-            let (place, container) = containers::of_process(&roots, pid)?;
-            return Ok(Self { container, place: Some(place) });
+            return Self::at(containers::of_process(&roots, pid)?.0);
         }
         let Some(name) = &which.container else { bail!("which container?") };
         Self::at(containers::find(&roots, name)?)
@@ -56,6 +55,9 @@ impl Target {
     pub(super) fn at(place: Place) -> anyhow::Result<Self> {
         let container = Container::load(&place.root, &place.id)
             .map_err(|error| anyhow::anyhow!("{}", crate::error::chain(&error)))?;
+        if containers::holds_this_process(&container.cgroup.directory) {
+            bail!("container {}: its cgroup holds this very command; use another shell", place.id);
+        }
         Ok(Self { container, place: Some(place) })
     }
 
@@ -65,13 +67,16 @@ impl Target {
         match &self.place {
             Some(place) => JournalFile::new(state, &place.root, &place.id),
             None => {
-                JournalFile::new(state, Path::new(CGROUPS), &self.container.id.replace('/', "-"))
+                JournalFile::new(state, Path::new(CGROUPS), &self.container.id.replace('/', "%"))
             }
         }
     }
 
     /// Its annotations. Those of a cgroup are none, so all that a person has not allowed is refused.
     pub(super) fn annotations(&self, config: &Config) -> anyhow::Result<Annotations> {
+        if self.place.is_none() {
+            return Ok(Annotations::default());
+        }
         let all = spec::annotations(&self.container.bundle);
         let pairs = all.iter().map(|(key, value)| (key.as_str(), value.as_str()));
         Ok(Annotations::parse(pairs, &config.annotations)?)
@@ -188,7 +193,9 @@ impl Runtime for Signals {
         let failed = |how: String| RuncError { how, ..Self::cannot("kill") };
         let (directory, init) = (&self.container.cgroup.directory, self.container.init.pid);
         let list = CgroupProcesses::new(directory, init).and_then(|processes| processes.list());
-        for process in list.map_err(|error| failed(crate::error::chain(&error)))? {
+        let list = list.map_err(|error| failed(crate::error::chain(&error)))?;
+        // Nobody has said that all of the cgroup is one thing.
+        for process in list.into_iter().filter(Process::is_candidate) {
             let _ = kill(NixPid::from_raw(process.id.pid), Signal::SIGKILL);
         }
         // A frozen process does not die.

@@ -330,7 +330,7 @@ pub(super) fn repair_first(context: &Context<'_>) -> anyhow::Result<()> {
     let entry = journal.load().map_err(|error| untouched(context, "repair", error.into()))?;
     let container = Container::load(&context.root(), context.id);
     if let (Some(entry), Ok(container)) = (entry, container)
-        && entry.stage == Stage::Suspending
+        && entry.stage.is_under_way()
     {
         let mut tools = Tools::new(context, journal)?;
         let processes = CgroupProcesses::new(&container.cgroup.directory, container.init.pid)
@@ -460,10 +460,12 @@ impl<'a> World<'a> {
         }
         if entry.stage != Stage::Suspended {
             self.put_right(context, &entry)?;
-            match entry.suspended {
-                Some(earlier) => entry = *earlier,
-                None => return Ok(Before::Nothing),
-            }
+            let now = self.tools.journal.load();
+            let now = now.map_err(|error| untouched(context, "repair", error.into()))?;
+            let Some(now) = now.filter(|now| now.stage == Stage::Suspended) else {
+                return Ok(Before::Nothing);
+            };
+            entry = now;
         }
         Ok(if same { Before::Suspended(entry) } else { Before::Nothing })
     }

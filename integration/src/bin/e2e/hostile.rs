@@ -60,8 +60,8 @@ fn images(case: &Case) -> Result<()> {
         ),
         (
             "other mounts",
-            &|| Ok(fs::write(&manifest, good.replace("/dev/nvidia0", "/dev/nvidia7"))?),
-            "/dev/nvidia7",
+            &|| Ok(fs::write(&manifest, good.replace("libcuda.so.1", "libcuda.so.7"))?),
+            "libcuda.so.7",
         ),
     ];
     for (name, spoil, says) in spoils {

@@ -63,11 +63,13 @@ pub(crate) struct Striker {
     argument: &'static str,
     /// A file that has to hold this word before.
     ready: Option<(PathBuf, &'static str)>,
+    /// How long after that.
+    delay: Duration,
 }
 
 impl Striker {
     pub(crate) fn new(case: &Case, argument: &'static str) -> Self {
-        Self { environment: case.engine_environment(), argument, ready: None }
+        Self { environment: case.engine_environment(), argument, ready: None, delay: UNDER_WAY }
     }
 
     fn targets(&self) -> Vec<Pid> {
@@ -85,6 +87,12 @@ impl Striker {
         })
     }
 
+    /// That long after the engine is seen.
+    pub(crate) fn after(mut self, delay: Duration) -> Self {
+        self.delay = delay;
+        self
+    }
+
     /// Waits for the moment and kills.
     pub(crate) fn strike(self) -> JoinHandle<Result<()>> {
         thread::spawn(move || {
@@ -93,7 +101,7 @@ impl Striker {
                 let found = self.targets();
                 Ok((!found.is_empty() && self.is_ready()).then_some(found))
             })?;
-            thread::sleep(UNDER_WAY);
+            thread::sleep(self.delay);
             for pid in targets {
                 kill(pid, Signal::SIGKILL)?;
             }

@@ -267,7 +267,7 @@ fn killed_checkpoint(case: &Case<'_>) -> Result<()> {
         fs::remove_file(&marker)?;
         case.set(&Settings::default())?;
         if repaired {
-            says(&stasis.run(&["repair"])?, &[&id, "is repaired: suspended as before"])?;
+            says(&stasis.run(&["repair"])?, &[&id, "is repaired: it is suspended"])?;
         } else {
             let image = Some(case.path("other-image"));
             case.checkpoint(&id, &Checkpoint { image, ..Checkpoint::default() })?;

@@ -1,0 +1,144 @@
+# Suspend and resume without CRIU, and NVIDIA's command as the way to the driver: parts `suspend` and
+# `utility` of checks.
+#
+# shellcheck shell=bash disable=SC2154  # what is not set here is set in checks
+
+# says WHAT WORDS: the last command succeeded and said so.
+says() {
+    if [ "$status" -eq 0 ] && grep -qF -- "$2" <<<"$output"; then
+        pass "$1: $2"
+    else
+        fail "$1: exit status $status, expected: $2"
+    fi
+}
+
+# silent ID: a question has no answer. Its CUDA call waits; it comes with the next resume.
+silent() {
+    local answer
+    answer=$(ask_briefly "$(pid "$1")" | grep -E '^[0-9]+$')
+    if [ -z "$answer" ]; then pass "$1 waits"; else fail "$1 answers $answer"; fi
+}
+
+ask_briefly() {
+    # shellcheck disable=SC2016  # the inner shell's variables
+    nsenter --net="/proc/$1/ns/net" bash -c 'exec 3<>/dev/udp/127.0.0.1/10000; echo "" >&3
+        timeout 1 dd bs=64 count=1 <&3 2>/dev/null' 2>&1
+}
+
+part_suspend() {
+    local size room ballast=''
+    part "suspend: the GPU of a container is freed, and it goes on where it was"
+    counter s0 --pattern-mib "$pattern"
+    answers s0 101
+    run stasis ps
+    says "ps" "running"
+    for count in 102 103; do
+        run stasis suspend s0
+        says "suspend" "is suspended: 1 process"
+        gpu_memory "while s0 is suspended"
+        run stasis ps
+        says "ps" "suspended"
+        is s0 running
+        run stasis resume s0
+        says "resume" "is resumed: 1 process"
+        answers s0 "$count"
+    done
+    run stasis suspend s0
+    silent s0
+    run stasis resume s0
+    # The question that waited was answered, to nobody.
+    answers s0 105
+    run stasis suspend s0
+    checkpoint s0 suspended
+    succeeds "checkpoint of a suspended container"
+    gone s0
+    restore s0 suspended
+    succeeds "its restore, which runs"
+    answers s0 106
+    remove s0
+
+    part "suspend: two that both need more than half of what there is take turns"
+    if [ -n "$emulated" ]; then
+        size=$((pattern + pattern / 4))
+    else
+        # Host memory for both is needed at the moment of a change; so what there is is made small by a
+        # third, which stays.
+        size=$((24 * pattern))
+        room=$(nvidia-smi --id=0 --query-gpu=memory.free --format=csv,noheader,nounits)
+        ballast=$((room - size * 3 / 2 - 2048))
+        counter s9 --pattern-mib "$ballast"
+        answers s9 101
+    fi
+    gpu_memory "before"
+    counter s1 --pattern-mib "$size"
+    answers s1 101
+    run stasis suspend s1
+    succeeds "suspend of s1 with $size MiB"
+    counter s2 --pattern-mib "$size"
+    answers s2 101
+    run stasis resume s1 --timeout 2s
+    refuses "no room" "nothing is lost"
+    run stasis ps
+    for count in 102 103 104; do
+        run stasis suspend s2
+        succeeds "suspend of s2"
+        run stasis resume s1
+        succeeds "resume of s1"
+        gpu_memory "s1's turn"
+        answers s1 "$count"
+        run stasis suspend s1
+        succeeds "suspend of s1"
+        run stasis resume s2
+        succeeds "resume of s2"
+        answers s2 "$count"
+    done
+    remove s1
+    remove s2
+    [ -z "$ballast" ] || {
+        answers s9 102
+        remove s9
+    }
+}
+
+# With drivers from 570 on it is not needed, and does the same.
+part_utility() {
+    part "utility: NVIDIA's command does what libcuda does otherwise"
+    if ! command -v cuda-checkpoint >/dev/null; then
+        fact "there is no cuda-checkpoint on this machine: nothing is tried"
+        return
+    fi
+    fact "$(cuda-checkpoint --help 2>&1 | grep -i version || echo 'of the emulation')"
+    printf '[log]\nlevel = "debug"\n[cuda]\ninterface = "utility"\n' >/etc/stasis/config.toml
+    run stasis check
+    counter u1 --pattern-mib "$pattern"
+    answers u1 101
+    checkpoint u1 utility --leave-running
+    succeeds "checkpoint that leaves it running"
+    answers u1 102
+    checkpoint u1 utility
+    succeeds "checkpoint that ends it"
+    gone u1
+    restore u1 utility
+    succeeds "its restore"
+    answers u1 103
+    run stasis-runc pause u1
+    checkpoint u1 paused --leave-running
+    succeeds "checkpoint of a paused one"
+    is u1 paused
+    run stasis-runc resume u1
+    answers u1 104
+    run stasis suspend u1
+    succeeds "suspend"
+    run stasis resume u1
+    succeeds "resume"
+    answers u1 105
+    remove u1
+    counter u2 --managed
+    answers u2 101
+    checkpoint u2 managed
+    refuses "managed memory" "801"
+    is u2 running
+    answers u2 102
+    remove u2
+    printf '[log]\nlevel = "debug"\n' >/etc/stasis/config.toml
+}
