@@ -142,3 +142,67 @@ part_utility() {
     remove u2
     printf '[log]\nlevel = "debug"\n' >/etc/stasis/config.toml
 }
+
+# only_cards CARD...: $gpu_devices without the other GPUs' nodes.
+only_cards() {
+    local path card
+    local kept=()
+    for path in "${all_devices[@]}"; do
+        if [[ $path =~ ^/dev/nvidia[0-9]+$ ]]; then
+            for card in "$@"; do [ "$path" != "$card" ] || kept+=("$path"); done
+        else
+            kept+=("$path")
+        fi
+    done
+    gpu_devices=("${kept[@]}")
+}
+
+# moved ID IMAGE CARD: a checkpoint that ends it, and its restore into a container with that GPU.
+moved() {
+    checkpoint "$1" "$2"
+    succeeds "a checkpoint of $1"
+    gone "$1"
+    only_cards "$3"
+    config_json "$1" '' counter --ready /data/ready --log /data/log --pattern-mib "$pattern"
+    restore "$1" "$2"
+    succeeds "its restore on $3"
+    gpu_memory "$1 on $3"
+}
+
+part_remap() {
+    local all_devices=("${gpu_devices[@]}") cards=() path
+    part "remap: on another GPU than that of the checkpoint"
+    for path in "${all_devices[@]}"; do
+        [[ ! $path =~ ^/dev/nvidia[0-9]+$ ]] || cards+=("$path")
+    done
+    if [ ${#cards[@]} -lt 2 ]; then
+        fact "this machine has ${#cards[@]} GPU: nothing is tried"
+        return
+    fi
+    only_cards "${cards[0]}"
+    counter r1 --pattern-mib "$pattern"
+    answers r1 101
+    gpu_memory "r1 on ${cards[0]}"
+    moved r1 there "${cards[1]}"
+    answers r1 102
+    moved r1 back "${cards[0]}"
+    answers r1 103
+    remove r1
+
+    part "remap: a suspended container is resumed on another GPU"
+    only_cards "${cards[0]}" "${cards[1]}"
+    counter r2 --pattern-mib "$pattern"
+    answers r2 101
+    run stasis suspend r2
+    run stasis resume r2 --to 1
+    succeeds "resume --to 1"
+    gpu_memory "r2 on the second"
+    answers r2 102
+    run stasis suspend r2
+    run stasis resume r2 --device-map 1=0,0=1
+    succeeds "resume --device-map 1=0,0=1"
+    gpu_memory "r2 on the first"
+    answers r2 103
+    remove r2
+    gpu_devices=("${all_devices[@]}")
+}
