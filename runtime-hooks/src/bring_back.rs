@@ -276,7 +276,9 @@ pub(crate) fn log_of(cause: &Cause) -> Option<std::path::PathBuf> {
 }
 
 /// A runtime that was killed in the middle of a dump leaves CRIU at work, which finishes by itself
-/// or gives up at its next word to the runtime. Until then the processes are CRIU's.
+/// or gives up at its next word to the runtime. Until then the processes are CRIU's. And whatever held
+/// the threads for an engine that was killed freezes what was frozen, after the engine is gone: who looks
+/// before that finds it thawed, and its calls then hang.
 fn wait_for_criu(parts: &mut Parts<'_>) -> Result<(), Cause> {
     let deadline = Instant::now() + LET_GO;
     loop {
@@ -285,7 +287,7 @@ fn wait_for_criu(parts: &mut Parts<'_>) -> Result<(), Cause> {
         let traced = list.iter().find(|process| {
             process.tracer != 0
                 && Some(process.tracer) != own
-                && parts.processes.is_criu(process.tracer)
+                && parts.processes.lets_go(process.tracer)
         });
         let Some(traced) = traced else { return Ok(()) };
         if Instant::now() >= deadline {

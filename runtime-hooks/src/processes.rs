@@ -85,8 +85,9 @@ pub trait Processes {
     /// namespace or one below.
     fn list(&self) -> Result<Vec<Process>, ProcessesError>;
 
-    /// Whether a process is CRIU at work.
-    fn is_criu(&self, pid: Pid) -> bool;
+    /// Whether a tracer lets go by itself: CRIU at work, or what an operation of ours that was killed
+    /// has held its threads with, which may freeze the container before it ends.
+    fn lets_go(&self, tracer: Pid) -> bool;
 
     /// Whether this host has a GPU's device file at all.
     fn host_has_gpu(&self) -> bool;
@@ -300,8 +301,11 @@ impl Processes for CgroupProcesses {
         Ok(found)
     }
 
-    fn is_criu(&self, pid: Pid) -> bool {
-        fs::read(format!("/proc/{pid}/comm")).is_ok_and(|name| name.starts_with(b"criu"))
+    fn lets_go(&self, tracer: Pid) -> bool {
+        let read = |file| fs::read(format!("/proc/{tracer}/{file}")).unwrap_or_default();
+        let helper = crate::hold::HELPER_SUBCOMMAND.as_bytes();
+        read("comm").starts_with(b"criu")
+            || read("cmdline").split(|&byte| byte == 0).nth(1) == Some(helper)
     }
 
     fn host_has_gpu(&self) -> bool {

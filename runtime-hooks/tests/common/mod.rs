@@ -783,7 +783,7 @@ impl Processes for World {
         Ok(self.with(|state| state.processes.clone()))
     }
 
-    fn is_criu(&self, _: Pid) -> bool {
+    fn lets_go(&self, _: Pid) -> bool {
         true
     }
 
