@@ -70,13 +70,7 @@ pub struct Request<'a> {
 
 impl Request<'_> {
     fn gate(&self, facts: &DriverFacts) -> Gate<'_> {
-        Gate {
-            allowed: self.annotations,
-            minimum_driver: self.minimum_driver,
-            given_job: self.given_job.is_some(),
-            driver_has_jobs: job::known(facts),
-            jobs_are_trusted: job::trusted(facts, self.minimum_driver),
-        }
+        Gate::new(self.annotations, self.minimum_driver, self.given_job.is_some(), facts)
     }
 }
 

@@ -5,8 +5,9 @@ use std::time::{Duration, Instant};
 
 use stasis_config::Annotations;
 
-use crate::cuda::{DriverError, GpuUse};
+use crate::cuda::{DriverError, DriverFacts, GpuUse};
 use crate::error::Cause;
+use crate::job;
 use crate::parts::{CudaProcess, Parts, pids, who};
 use crate::processes::{Pid, Process, Processes, descends};
 
@@ -121,7 +122,24 @@ pub struct Gate<'a> {
     pub jobs_are_trusted: bool,
 }
 
-impl Gate<'_> {
+impl<'a> Gate<'a> {
+    /// What this driver can lose of a container that allows so much.
+    #[must_use]
+    pub fn new(
+        allowed: &'a Annotations,
+        minimum_driver: u32,
+        given_job: bool,
+        facts: &DriverFacts,
+    ) -> Self {
+        Self {
+            allowed,
+            minimum_driver,
+            given_job,
+            driver_has_jobs: job::known(facts),
+            jobs_are_trusted: job::trusted(facts, minimum_driver),
+        }
+    }
+
     /// Refuses what was measured to be lost at restore without a word from the driver, unless the
     /// processes are in a job or the container's annotations allow it: memory shared between
     /// processes or between GPUs.

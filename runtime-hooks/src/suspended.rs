@@ -21,7 +21,7 @@ use crate::freezer::FreezerError;
 use crate::job::{self, Membership};
 use crate::journal::{Entry, Noted, Stage};
 use crate::parts::{CudaProcess, Limits, Parts, Progress};
-use crate::processes::Pid;
+use crate::processes::{Pid, ProcessId};
 use crate::remap::DeviceMap;
 use crate::suspend::{STATE, check, driver_runs, verify};
 
@@ -71,13 +71,7 @@ pub fn suspend(
 }
 
 fn gate<'a>(request: &Request<'a>, facts: &DriverFacts) -> Gate<'a> {
-    Gate {
-        allowed: request.annotations,
-        minimum_driver: request.minimum_driver,
-        given_job: request.given_job,
-        driver_has_jobs: job::known(facts),
-        jobs_are_trusted: job::trusted(facts, request.minimum_driver),
-    }
+    Gate::new(request.annotations, request.minimum_driver, request.given_job, facts)
 }
 
 fn preflight(
@@ -91,15 +85,26 @@ fn preflight(
     let init = request.container.init;
     let mut entry = Entry::new(&request.container.id, init, parts.freezer.frozen()?, "".as_ref());
     entry.stage = Stage::Freeing;
-    if job::known(&facts) {
-        let found = job::find(parts.driver, parts.processes, cuda, init)?;
-        entry.job = found.map(|found| Membership { job: found.job, origin: None });
-    }
+    entry.job = membership(parts, &facts, cuda, init)?;
     gate(request, &facts).check(cuda, entry.job.is_some())?;
     parts.driver.join(entry.in_job());
     entry.suspended = request.earlier.cloned().map(Box::new);
     parts.journal.save(&entry)?;
     Ok((facts, entry))
+}
+
+/// The job that the processes are in, if this driver has jobs.
+fn membership(
+    parts: &mut Parts<'_>,
+    facts: &DriverFacts,
+    cuda: &[CudaProcess],
+    init: ProcessId,
+) -> Result<Option<Membership>, Cause> {
+    if !job::known(facts) {
+        return Ok(None);
+    }
+    let found = job::find(parts.driver, parts.processes, cuda, init)?;
+    Ok(found.map(|found| Membership { job: found.job, origin: None }))
 }
 
 /// Notes that it is suspended, and to which states it goes back.
@@ -139,10 +144,7 @@ pub fn found(
     entry.stage = Stage::Suspended;
     let facts = parts.driver.facts().map_err(Cause::NoDriver)?;
     entry.locking = facts.steps == Steps::Toggle;
-    if job::known(&facts) {
-        let found = job::find(parts.driver, parts.processes, cuda, container.init)?;
-        entry.job = found.map(|found| Membership { job: found.job, origin: None });
-    }
+    entry.job = membership(parts, &facts, cuda, container.init)?;
     entry.processes = cuda.iter().map(Noted::from).collect();
     Ok(Some(entry))
 }

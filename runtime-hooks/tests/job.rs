@@ -3,7 +3,7 @@
 
 mod common;
 
-use common::{DIGEST, Fault, INIT, World, asked, identity, position, process, restore};
+use common::{DIGEST, Fault, INIT, World, asked, identity, image_of, position, process, restore};
 use stasis_config::manifest::{self, JobFile};
 use stasis_config::{Annotations, Manifest};
 use stasis_hooks::checkpoint::{After, Request, again, checkpoint, parked};
@@ -484,21 +484,13 @@ fn shared_memory_that_is_lost_is_told_as_what_it_is() {
 }
 
 fn image(count: i32, job: Option<JobFile>) -> Manifest {
-    Manifest {
-        version: manifest::VERSION,
-        driver: manifest::Driver { version: "610.1".into(), cuda: 13000 },
-        processes: (1..=count)
-            .map(|n| manifest::Process {
-                pid: n + 1,
-                command: format!("p{n}"),
-                // The reverse of the pids.
-                order: u32::try_from(count - n).unwrap(),
-                ..manifest::Process::default()
-            })
-            .collect(),
-        job: job.map(|file| manifest::Job { bytes: 1, sha256: DIGEST.into(), file }),
-        ..Manifest::default()
+    let mut image = image_of("610.1", count);
+    // The reverse of the pids.
+    for (process, order) in image.processes.iter_mut().rev().zip(0..) {
+        process.order = order;
     }
+    image.job = job.map(|file| manifest::Job { bytes: 1, sha256: DIGEST.into(), file });
+    image
 }
 
 #[test]

@@ -3,25 +3,13 @@
 
 mod common;
 
-use common::{Fault, World, restore};
-use stasis_config::{Manifest, manifest};
+use common::{Fault, World, image_of, restore};
+use stasis_config::Manifest;
 use stasis_hooks::cuda::CudaState;
 use stasis_hooks::error::{Cause, Left};
 
 fn image(count: i32) -> Manifest {
-    Manifest {
-        version: manifest::VERSION,
-        driver: manifest::Driver { version: "580.1".into(), cuda: 13000 },
-        processes: (1..=count)
-            .map(|n| manifest::Process {
-                pid: n + 1,
-                command: format!("p{n}"),
-                order: u32::try_from(n).unwrap(),
-                ..manifest::Process::default()
-            })
-            .collect(),
-        ..Manifest::default()
-    }
+    image_of("580.1", count)
 }
 
 #[test]

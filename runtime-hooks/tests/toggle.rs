@@ -4,8 +4,8 @@
 
 mod common;
 
-use common::{Fault, INIT, World, asked, process, restore};
-use stasis_config::{Annotations, Manifest, manifest};
+use common::{Fault, INIT, World, asked, image_of, process, restore};
+use stasis_config::{Annotations, Manifest};
 use stasis_hooks::checkpoint::{After, checkpoint};
 use stasis_hooks::cuda::CudaState;
 use stasis_hooks::cuda::sides::Sides;
@@ -287,19 +287,7 @@ fn a_suspended_container_whose_resume_was_cut_off_locked_is_not_said_to_run() {
 }
 
 fn image(count: i32) -> Manifest {
-    Manifest {
-        version: manifest::VERSION,
-        driver: manifest::Driver { version: "550.1".into(), cuda: 12040 },
-        processes: (1..=count)
-            .map(|n| manifest::Process {
-                pid: n + 1,
-                command: format!("p{n}"),
-                order: u32::try_from(n).unwrap(),
-                ..manifest::Process::default()
-            })
-            .collect(),
-        ..Manifest::default()
-    }
+    image_of("550.1", count)
 }
 
 #[test]

@@ -980,6 +980,23 @@ pub fn position(log: &[String], call: &str) -> usize {
     log.iter().position(|entry| entry == call).unwrap_or_else(|| panic!("no {call} in {log:?}"))
 }
 
+/// The manifest of an image with so many CUDA processes, made with this driver.
+pub fn image_of(driver: &str, count: i32) -> Manifest {
+    Manifest {
+        version: manifest::VERSION,
+        driver: manifest::Driver { version: driver.into(), cuda: 13000 },
+        processes: (1..=count)
+            .map(|n| manifest::Process {
+                pid: n + 1,
+                command: format!("p{n}"),
+                order: u32::try_from(n).unwrap(),
+                ..manifest::Process::default()
+            })
+            .collect(),
+        ..Manifest::default()
+    }
+}
+
 /// Restores the image of this manifest into the world.
 pub fn restore(world: &World, manifest: &Manifest) -> Result<(), Failure> {
     restore_as(world, manifest, false)

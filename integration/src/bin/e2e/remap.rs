@@ -35,14 +35,19 @@ pub(crate) fn tests() -> Vec<Test> {
 struct Moving<'a> {
     case: &'a Case<'a>,
     bare: Bare,
-    overlay: Overlay,
+    /// Mounted for as long as it lasts.
+    _overlay: Overlay,
     count: u64,
 }
 
 impl<'a> Moving<'a> {
     /// One that has these GPUs' nodes, and was asked once.
     fn started(case: &'a Case<'a>, gpus: &[usize]) -> Result<Self> {
-        let mut moving = Self::new(case, "a", gpus)?;
+        Self::started_as(case, "a", gpus)
+    }
+
+    fn started_as(case: &'a Case<'a>, name: &str, gpus: &[usize]) -> Result<Self> {
+        let mut moving = Self::new(case, name, gpus)?;
         moving.bare.create(&case.runtime.wrapper())?;
         moving.bare.start(&case.runtime.wrapper())?;
         moving.expect()?;
@@ -63,7 +68,7 @@ impl<'a> Moving<'a> {
         bare.change(|spec| {
             spec["linux"]["cgroupsPath"] = json!(format!("/{parent}/{}", case.name()));
         })?;
-        Ok(Self { case, bare, overlay, count: 101 })
+        Ok(Self { case, bare, _overlay: overlay, count: 101 })
     }
 
     /// A checkpoint that ends it; then a container with these GPUs for its image.
@@ -148,7 +153,6 @@ impl<'a> Moving<'a> {
 impl Drop for Moving<'_> {
     fn drop(&mut self) {
         let _ = self.bare.delete(&self.case.runtime.wrapper());
-        let _ = self.overlay.root();
     }
 }
 
@@ -260,10 +264,7 @@ fn resumed_on_another(case: &Case) -> Result<()> {
     moving.expect()?;
     moving.is_on(1)?;
     moving.deleted()?;
-    let mut moving = Moving::new(case, "b", &[0])?;
-    moving.bare.create(&case.runtime.wrapper())?;
-    moving.bare.start(&case.runtime.wrapper())?;
-    moving.expect()?;
+    let mut moving = Moving::started_as(case, "b", &[0])?;
     moving.run(&["suspend"])?;
     let own = case.gpu.uuid(0);
     let words = [own.as_str(), "and the container has", "suspended as before"];
