@@ -136,6 +136,9 @@ pub struct Cuda {
     /// Time to move it back. Default 10 min.
     #[serde(deserialize_with = "some_duration")]
     pub restore_timeout: Duration,
+    /// Whether a checkpoint is refused when host memory, as far as the kernel and the container's
+    /// cgroups tell, has no room for the GPU memory. Default true.
+    pub check_host_memory: bool,
 }
 
 /// By what the driver is asked to checkpoint and to restore.
@@ -236,6 +239,7 @@ impl Default for Cuda {
             lock_timeout: Duration::from_secs(60),
             checkpoint_timeout: Duration::from_secs(600),
             restore_timeout: Duration::from_secs(600),
+            check_host_memory: true,
         }
     }
 }
@@ -639,6 +643,7 @@ mod tests {
             lock-timeout = "1m 30s"
             checkpoint-timeout = "24h"
             restore-timeout = "1h"
+            check-host-memory = false
             [jobs]
             minimum-driver = 590
             [criu]
@@ -668,6 +673,7 @@ mod tests {
                 lock_timeout: Duration::from_secs(90),
                 checkpoint_timeout: Duration::from_secs(86_400),
                 restore_timeout: Duration::from_secs(3600),
+                check_host_memory: false,
             },
             jobs: Jobs { minimum_driver: 590 },
             criu: Criu {

@@ -193,6 +193,13 @@ impl Container {
         self
     }
 
+    /// The same with a limit of its host memory, in bytes.
+    #[must_use]
+    pub fn limited(mut self, bytes: u64) -> Self {
+        self.options.extend(["--memory-limit".to_owned(), bytes.to_string()]);
+        self
+    }
+
     /// The same with an annotation.
     #[must_use]
     pub fn annotated(mut self, annotation: &str) -> Self {

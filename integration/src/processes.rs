@@ -1,7 +1,9 @@
 //! What /proc says about processes.
 
 use std::fs;
+use std::path::{Path, PathBuf};
 
+use anyhow::{Context as _, Result};
 use nix::unistd::Pid;
 
 /// All processes that can be seen.
@@ -48,6 +50,17 @@ pub fn in_cgroup(name: &str) -> Vec<Pid> {
             read(pid, "cgroup").lines().any(|line| line.ends_with(&last) || line.contains(&inner))
         })
         .collect()
+}
+
+/// The file that freezes and thaws the cgroup of a process, in version 1 of cgroups.
+///
+/// # Errors
+/// If it is in no such cgroup.
+pub fn freezer(pid: Pid) -> Result<PathBuf> {
+    let memberships = read(pid, "cgroup");
+    let path = memberships.lines().find_map(|line| line.split_once(":freezer:"));
+    let (_, path) = path.with_context(|| format!("{pid} is in no freezer"))?;
+    Ok(Path::new("/sys/fs/cgroup/freezer").join(path.trim_start_matches('/')).join("freezer.state"))
 }
 
 /// How a process is shown to people: its pid, state and command line.

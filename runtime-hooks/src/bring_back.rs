@@ -50,20 +50,29 @@ pub enum Back {
 }
 
 /// Brings the container of `entry` back. What is at stake is the container's life, so what is not
-/// the driver's last word is tried again.
+/// the driver's last word is tried again. One that somebody else has paused meanwhile stays so, which is
+/// noted in `entry`.
 pub fn bring_back(
     parts: &mut Parts<'_>,
-    entry: &Entry,
-    goal: Goal,
+    entry: &mut Entry,
+    mut goal: Goal,
     thaw: Thaw,
     limits: &Limits,
 ) -> Result<Back, Cause> {
-    let deadline = Instant::now() + limits.restore;
+    let deadline = Instant::now() + limits.room + limits.restore;
     let mut attempts = 0;
     parts.driver.join(entry.in_job());
-    parts.driver.map_devices(&entry.device_map);
     loop {
         attempts += 1;
+        // Of one that has ended there is no freezer.
+        if parts.processes.alive(entry.init) && entry.was_paused_meanwhile(parts.freezer.frozen()?)
+        {
+            tracing::warn!(container = entry.container, "it was paused meanwhile, and stays so");
+            entry.frozen = true;
+            goal = Goal::Paused;
+            // Whoever repairs finds it thawed, maybe.
+            parts.journal.save(entry)?;
+        }
         let cause = match attempt(parts, entry, goal, thaw, limits) {
             Ok(back) => return Ok(back),
             Err(cause) => cause,
@@ -71,6 +80,7 @@ pub fn bring_back(
         let last_word = match &cause {
             Cause::Gone
             | Cause::NoRoom { .. }
+            | Cause::Interrupted
             | Cause::SharedLost { .. }
             | Cause::NotThere { .. } => true,
             // The next attempt begins by finding out.
@@ -124,13 +134,20 @@ fn attempt(
         if hold {
             parts.hold.settle()?;
         }
-        let in_job = entry.job.is_some();
         let toggles = parts.driver.steps().map_err(Cause::NoDriver)? == Steps::Toggle;
         if entry.locking && toggles {
             give_back::clear_up(parts, &cuda, hold, limits.lock)?;
         }
-        let how = give_back::How { in_job, mapped: !entry.device_map.is_empty() };
-        give_back::restore(parts.driver, parts.processes, &cuda, how, limits.restore)?;
+        // Only there can it be given up: elsewhere an interrupt is the reason for bringing back.
+        let resumes = entry.stage == Stage::Resuming;
+        let how = give_back::How {
+            in_job: entry.job.is_some(),
+            room: limits.room,
+            limit: limits.restore,
+            given_up: &|| resumes && (parts.interrupted)(),
+            locks: parts.gpu_locks,
+        };
+        give_back::restore(parts.driver, parts.processes, &cuda, &how)?;
         give_back::unlock(parts.driver, parts.processes, &cuda, limits.restore)?;
         if entry.locking && !toggles {
             if give_back::outlast_lost_locks(parts, entry, &cuda, hold, limits.lock)? {
@@ -141,13 +158,19 @@ fn attempt(
     }
     match (goal, parts.freezer.frozen()?) {
         (Goal::Paused, false) => parts.freezer.freeze()?,
-        (Goal::Running, true) => thaw_by(parts, thaw)?,
+        (Goal::Running, true) if !entry.was_paused_meanwhile(true) => thaw_by(parts, thaw)?,
         _ => {}
     }
     parts.hold.release();
     if back == Back::LockPending {
         let mut later = entry.clone();
-        later.stage = Stage::Suspending;
+        if later.stage == Stage::Resuming {
+            // It runs.
+            (later.stage, later.suspended) = (Stage::Freeing, None);
+        } else if later.stage == Stage::AwaitingResume {
+            later.stage = Stage::Suspending;
+        }
+        later.freezes = false;
         later.frozen = goal == Goal::Paused;
         parts.journal.save(&later)?;
     }
@@ -180,20 +203,21 @@ pub(crate) fn forget(parts: &mut Parts<'_>, entry: &Entry) {
 /// locked would hang for ever.
 pub fn put_back(parts: &mut Parts<'_>, entry: &Entry, limits: &Limits) -> Left {
     unlock_network(parts);
-    let (goal, left) =
-        if entry.frozen { (Goal::Paused, Left::Paused) } else { (Goal::Running, Left::Running) };
-    let brought = bring_back(parts, entry, goal, Thaw::Freezer, limits);
+    let mut entry = entry.clone();
+    let goal = if entry.frozen { Goal::Paused } else { Goal::Running };
+    let brought = bring_back(parts, &mut entry, goal, Thaw::Freezer, limits);
     let pending = matches!(brought, Ok(Back::LockPending));
     let left = match brought {
         Ok(_) if !parts.processes.alive(entry.init) => Left::Gone,
-        Ok(_) => left,
+        Ok(_) if parts.freezer.frozen().unwrap_or(entry.frozen) => Left::Paused,
+        Ok(_) => Left::Running,
         Err(because) if matches!(entry.stage, Stage::Freeing | Stage::Resuming) => {
-            return suspended::stay(parts, entry, &because, limits.checkpoint);
+            return suspended::stay(parts, &entry, &because, limits.checkpoint);
         }
-        Err(because) => kill(parts, entry, because),
+        Err(because) => kill(parts, &entry, because),
     };
     if !pending {
-        forget(parts, entry);
+        forget(parts, &entry);
     }
     left
 }
@@ -328,7 +352,8 @@ pub(crate) fn processes_of(
     for process in &mut cuda {
         if let Some(noted) = entry.processes.iter().find(|noted| noted.id == process.process.id) {
             process.found = Some(noted.found);
-            process.uses = entry.device_map.place(&noted.uses);
+            process.uses = noted.device_map.place(&noted.uses);
+            process.device_map.clone_from(&noted.device_map);
         }
     }
     Ok(cuda)

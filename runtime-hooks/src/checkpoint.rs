@@ -20,9 +20,10 @@ use crate::bring_back::{
 };
 use crate::container::Container;
 use crate::cuda::job::{Copied, Identity};
-use crate::cuda::{Call, DriverError, DriverFacts};
+use crate::cuda::{Call, CudaState, DriverError, DriverFacts};
 use crate::discover::{Gate, find_uses, newcomers, refuse_strays};
 use crate::error::{Cause, Failure, Left, Phase};
+use crate::host_memory::Room;
 use crate::job::{self, JobError, Membership};
 use crate::journal::{Entry, Stage};
 use crate::parts::{CudaProcess, Limits, Parts, Progress};
@@ -94,7 +95,7 @@ pub fn checkpoint(
     })?;
 
     let suspended = if cuda.is_empty() {
-        freeze(parts, &mut progress)
+        freeze(parts, &mut entry, &mut progress)
     } else {
         let (gate, limits) = (request.gate(&facts), &request.limits);
         suspend(parts, &mut entry, &mut cuda, &gate, limits, &mut progress)
@@ -107,7 +108,7 @@ pub fn checkpoint(
     match request.after {
         After::Exit { by_criu } => end(parts, request, &entry, by_criu),
         After::LeaveRunning if entry.frozen => await_resume(parts, request, entry),
-        After::LeaveRunning => go_on(parts, request, &entry),
+        After::LeaveRunning => go_on(parts, request, entry),
     }
 }
 
@@ -162,6 +163,9 @@ fn preflight(
     request: &Request<'_>,
     cuda: &mut [CudaProcess],
 ) -> Result<(DriverFacts, Entry), Cause> {
+    if let Some(suspended) = request.suspended {
+        refuse_half_moved(suspended)?;
+    }
     let facts = match parts.driver.facts() {
         Ok(facts) => facts,
         // A host without a driver: discovery has found that no process has a GPU.
@@ -179,6 +183,7 @@ fn preflight(
     }
     refuse_strays(parts.processes, cuda, request.container.init.pid)?;
     find_uses(parts, cuda);
+    host_memory(parts, cuda)?;
     if let Some(suspended) = request.suspended {
         recall_uses(cuda, suspended);
     }
@@ -221,10 +226,40 @@ fn begin(
 }
 
 /// Where the memory of a suspended container came from that was to go to this GPU: it is not there yet.
+/// All of its processes are to go there.
 fn origin(request: &Request<'_>, uuid: String) -> String {
-    let map = request.suspended.map(|suspended| &suspended.device_map);
-    let pair = map.and_then(|map| map.iter().find(|(_, to)| *to == uuid));
+    let noted = request.suspended.and_then(|suspended| suspended.processes.first());
+    let pair = noted.and_then(|noted| noted.device_map.iter().find(|(_, to)| *to == uuid));
     pair.map_or(uuid, |(from, _)| from.clone())
+}
+
+/// An image knows only where all of its memory came from.
+fn refuse_half_moved(suspended: &Entry) -> Result<(), Cause> {
+    let same = suspended.processes.windows(2).all(|two| two[0].device_map == two[1].device_map);
+    if same { Ok(()) } else { Err(Cause::HalfMoved) }
+}
+
+/// What a checkpointed process needs beside what NVML says that it uses (measured on 580: 43 MiB).
+const BESIDES: u64 = 64 << 20;
+
+/// Refuses what host memory has no room for. Processes that are CHECKPOINTED have it there already, and
+/// use no GPU.
+pub(crate) fn host_memory(parts: &Parts<'_>, cuda: &[CudaProcess]) -> Result<(), Cause> {
+    let known = |process: &CudaProcess| -> u64 {
+        process.uses.gpus.iter().filter_map(|(_, bytes)| *bytes).sum()
+    };
+    let moves = |process: &&CudaProcess| process.found != Some(CudaState::Checkpointed);
+    let on_gpu = cuda.iter().filter(moves).map(known).filter(|bytes| *bytes > 0);
+    let needed: u64 = on_gpu.map(|bytes| bytes.saturating_add(BESIDES)).sum();
+    if needed == 0 {
+        return Ok(());
+    }
+    match parts.memory.room() {
+        Some(Room { bytes: room, of }) if room < needed => {
+            Err(Cause::NoHostMemory { needed, room, of })
+        }
+        _ => Ok(()),
+    }
 }
 
 /// What suspended processes will need: they use no GPU now.
@@ -246,9 +281,9 @@ const ACTIONS: [Call; 6] =
     [Call::Probe, Call::State, Call::Lock, Call::Checkpoint, Call::Restore, Call::Unlock];
 
 /// Without CUDA there is nothing to suspend; a process that starts it now would spoil the dump.
-fn freeze(parts: &mut Parts<'_>, progress: &mut Progress) -> Result<(), Cause> {
+fn freeze(parts: &mut Parts<'_>, entry: &mut Entry, progress: &mut Progress) -> Result<(), Cause> {
     progress.enter(Phase::Freeze);
-    parts.freezer.freeze()?;
+    crate::suspend::freeze(parts, entry)?;
     match newcomers(parts, &[])?.first() {
         Some(new) => Err(Cause::Appeared { who: new.who() }),
         None => Ok(()),
@@ -356,18 +391,18 @@ fn await_resume(
 }
 
 /// It was running and runs on.
-fn go_on(parts: &mut Parts<'_>, request: &Request<'_>, entry: &Entry) -> Result<(), Failure> {
-    match bring_back(parts, entry, Goal::Running, Thaw::Freezer, &request.limits) {
+fn go_on(parts: &mut Parts<'_>, request: &Request<'_>, mut entry: Entry) -> Result<(), Failure> {
+    match bring_back(parts, &mut entry, Goal::Running, Thaw::Freezer, &request.limits) {
         Ok(Back::LockPending) => Ok(()),
         Ok(Back::Whole) => {
-            forget(parts, entry);
+            forget(parts, &entry);
             Ok(())
         }
         Err(cause) => {
             let not_back = Cause::not_back(&cause);
             let log = log_of(&cause);
-            let left = kill(parts, entry, cause);
-            forget(parts, entry);
+            let left = kill(parts, &entry, cause);
+            forget(parts, &entry);
             let cause = not_back;
             let container = entry.container.clone();
             let failure = Failure {

@@ -10,6 +10,7 @@ use crate::error::Cause;
 use crate::job;
 use crate::parts::{CudaProcess, Parts, pids, who};
 use crate::processes::{Pid, Process, Processes, descends};
+use crate::remap::DeviceMap;
 
 /// The processes with CUDA; empty for a container that is none of the driver's business.
 ///
@@ -73,8 +74,13 @@ pub(crate) fn probe(
         match answers.remove(&process.id.pid) {
             Some(Ok(Some(restore_thread))) => {
                 let process = (*process).clone();
-                let uses = GpuUse::default();
-                cuda.push(CudaProcess { process, restore_thread, found: None, uses });
+                cuda.push(CudaProcess {
+                    process,
+                    restore_thread,
+                    found: None,
+                    uses: GpuUse::default(),
+                    device_map: DeviceMap::new(),
+                });
             }
             // Ended since it was listed.
             _ if !parts.processes.alive(process.id) => {}

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 
 use crate::cdi::CdiError;
 use crate::config_json::ConfigFileError;
-use crate::cuda::{CudaError, CudaState, DriverError};
+use crate::cuda::{Call, CudaError, CudaState, DriverError};
 use crate::freezer::FreezerError;
 use crate::hold::HoldError;
 use crate::job::JobError;
@@ -209,8 +209,8 @@ pub enum Cause {
     },
     /// It was killed, or came to its end by itself.
     #[error(
-        "{who}: ended while the container was being checkpointed, and would not be in the image; try again \
-         if the container goes on without it"
+        "{who}: ended meanwhile, so that it would be lacking afterwards; try again if the container goes on \
+         without it"
     )]
     Ended {
         /// Which process.
@@ -226,6 +226,30 @@ pub enum Cause {
         who: Who,
         /// The driver's words.
         error: DriverError,
+    },
+    /// Somebody else was faster.
+    #[error("it was paused meanwhile by somebody else: try again")]
+    Paused,
+    /// Some of a container's processes came onto other GPUs, and some did not.
+    #[error(
+        "only some of its processes have come to the other GPUs that it was to be resumed on: stasis resume \
+         it first, which brings the others there"
+    )]
+    HalfMoved,
+    /// Host memory would not hold what is on the GPU.
+    #[error(
+        "the {} MiB that its processes have on the GPU go to host memory, and {of} has room for {} MiB: \
+         raise that limit or free memory; cuda.check-host-memory = false in config.toml has it tried all \
+         the same, which may end with the kernel killing the container",
+        needed.div_ceil(1 << 20), room >> 20
+    )]
+    NoHostMemory {
+        /// Bytes.
+        needed: u64,
+        /// Bytes.
+        room: u64,
+        /// Whose limit it is.
+        of: String,
     },
     /// CUDA appeared in a new process all the time.
     #[error("{who}: began to use CUDA while the container was being suspended")]
@@ -346,6 +370,20 @@ pub enum Cause {
 }
 
 impl Cause {
+    /// Whether the driver has lost what a process had on the GPU: no later restore brings it back.
+    /// A restore that has returned 2 returns 304 from then on, also when memory is free again, and so it
+    /// does after 1 for shared memory (measured on 580; of a toggle it is not known).
+    pub(crate) fn is_loss(&self) -> bool {
+        match self {
+            Self::SharedLost { .. } | Self::Unusable { .. } => true,
+            Self::Driver { error: DriverError::Refused { call, error }, .. } => {
+                *call == Call::Restore
+                    && matches!(*error, CudaError::OUT_OF_MEMORY | CudaError::OPERATING_SYSTEM)
+            }
+            _ => false,
+        }
+    }
+
     /// For CUDA that did not come back from a good dump.
     pub(crate) fn not_back(cause: &Self) -> Self {
         let image_too = matches!(cause, Self::SharedLost { .. });
@@ -389,8 +427,10 @@ pub enum Left {
     Running,
     /// Put back: paused as before.
     Paused,
-    /// Its CUDA is still suspended.
+    /// Its CUDA is suspended, all of it.
     Suspended,
+    /// Some of its CUDA is suspended, and the rest did not answer.
+    HalfSuspended,
     /// There is no such container any more: it was killed by somebody else.
     Gone,
     /// It could not be put back and was killed.
@@ -415,8 +455,12 @@ impl fmt::Display for Left {
             Self::Untouched => f.write_str("the container was not touched"),
             Self::Running => f.write_str("the container runs on as before"),
             Self::Paused => f.write_str("the container is paused as before"),
+            Self::HalfSuspended => f.write_str(
+                "it is not known whether all of its CUDA is suspended, and nothing is known to be lost: \
+                 stasis repair, or the next operation on it, puts it right",
+            ),
             Self::Suspended => f.write_str(
-                "its CUDA is suspended as before and nothing is lost: stasis resume it later",
+                "its CUDA is suspended and nothing is lost: stasis resume it later",
             ),
             Self::Gone => f.write_str("the container is gone"),
             Self::Killed { because } => {

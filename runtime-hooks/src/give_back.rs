@@ -1,11 +1,12 @@
 //! Giving CUDA back: from CHECKPOINTED by way of LOCKED to the state in which each process was
 //! found. Used after a dump, after a failure and after a restore.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, Instant};
 
-use crate::cuda::{CudaError, CudaState, Driver};
+use crate::cuda::{Answers, CudaError, CudaState, Driver};
 use crate::error::Cause;
+use crate::gpu_locks::{GpuLocks, Locked};
 use crate::hold::Keep;
 use crate::journal::Entry;
 use crate::parts::{CudaProcess, Holding, Parts, pids};
@@ -131,43 +132,74 @@ pub(crate) fn clear_up(
     Ok(())
 }
 
-/// Waits until the GPUs have room for what `waiting` needs. A restore without enough memory is
-/// final: it returns 2 and from then on 304, also when memory is free again (measured on 580). So
-/// it is not tried before there is room.
-fn wait_for_memory(
+/// Waits until the GPUs have room for what `waiting` needs, and nobody else is restoring onto them; until
+/// what this gives is dropped, nobody else begins. A restore without enough memory is final (see
+/// [`gpu_locks`](crate::gpu_locks)), so it is not tried before there is room.
+fn wait_for_room(
     driver: &mut dyn Driver,
     waiting: &[CudaProcess],
+    how: &How<'_>,
     deadline: Instant,
-) -> Result<(), Cause> {
+) -> Result<Option<Locked>, Cause> {
+    let mut needed: BTreeMap<&str, u64> = BTreeMap::new();
+    for (gpu, bytes) in waiting.iter().flat_map(|process| &process.uses.gpus) {
+        *needed.entry(gpu).or_default() += bytes.unwrap_or(0);
+    }
+    let gpus: BTreeSet<&str> = needed.keys().copied().collect();
+    // The other one's restore comes to its end.
+    let patience = Instant::now() + how.limit;
     loop {
-        let Some(free) = driver.free_memory() else { return Ok(()) };
-        let mut needed: BTreeMap<&str, u64> = BTreeMap::new();
-        for (gpu, bytes) in waiting.iter().flat_map(|process| &process.uses.gpus) {
-            *needed.entry(gpu).or_default() += bytes.unwrap_or(0);
+        if (how.given_up)() {
+            return Err(Cause::Interrupted);
         }
-        let short = needed.iter().find_map(|(gpu, needed)| {
-            let free = *free.get(*gpu)?;
-            (free < *needed).then(|| Cause::NoRoom {
-                gpu: (*gpu).to_owned(),
-                needed: *needed,
-                free,
-            })
-        });
+        let mut short = lacks(driver, &needed);
+        if short.is_none() {
+            let locked = how.locks.try_lock(&gpus).unwrap_or_else(|error| {
+                tracing::warn!(%error, "GPU memory is not kept from other restores");
+                Some(Locked::default())
+            });
+            // Whoever had the lock before has taken memory since.
+            short = lacks(driver, &needed);
+            match (&short, locked) {
+                (None, Some(locked)) => return Ok(Some(locked)),
+                (None, None) if Instant::now() >= patience => {
+                    tracing::warn!(
+                        ?gpus,
+                        "another restore onto the GPU lasts; it is not waited for"
+                    );
+                    return Ok(None);
+                }
+                _ => {}
+            }
+        }
         match short {
-            None => return Ok(()),
             Some(cause) if Instant::now() >= deadline => return Err(cause),
-            Some(_) => std::thread::sleep(PAUSE),
+            _ => std::thread::sleep(PAUSE),
         }
     }
 }
 
-/// What a refusal may mean.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct How {
+/// The first GPU whose free memory does not suffice. None also if it is not known.
+fn lacks(driver: &mut dyn Driver, needed: &BTreeMap<&str, u64>) -> Option<Cause> {
+    let all = driver.free_memory()?;
+    needed.iter().find_map(|(gpu, needed)| {
+        let (free, needed) = (*all.get(*gpu)?, *needed);
+        (free < needed).then(|| Cause::NoRoom { gpu: (*gpu).to_owned(), needed, free })
+    })
+}
+
+/// How CUDA is given back.
+pub(crate) struct How<'a> {
     /// The processes are members of a job.
     pub(crate) in_job: bool,
-    /// They go to other GPUs than those that they came from.
-    pub(crate) mapped: bool,
+    /// So long room on the GPUs is waited for.
+    pub(crate) room: Duration,
+    /// So long the rest may take.
+    pub(crate) limit: Duration,
+    /// Whether nobody waits for room any more.
+    pub(crate) given_up: &'a dyn Fn() -> bool,
+    /// Against others that restore.
+    pub(crate) locks: &'a dyn GpuLocks,
 }
 
 /// From CHECKPOINTED to LOCKED, all that were not found CHECKPOINTED. Memory may be short because
@@ -176,22 +208,25 @@ pub(crate) fn restore(
     driver: &mut dyn Driver,
     processes: &dyn Processes,
     cuda: &[CudaProcess],
-    how: How,
-    limit: Duration,
+    how: &How<'_>,
 ) -> Result<(), Cause> {
-    let deadline = Instant::now() + limit;
+    let room = Instant::now() + how.room;
+    let mut deadline = None;
     let mut attempts = 0;
     loop {
+        let left =
+            |deadline: Instant| deadline.saturating_duration_since(Instant::now()).max(STATE);
         // The first look may have to wait for an operation whose caller was killed.
-        let left = deadline.saturating_duration_since(Instant::now()).max(STATE);
-        let waiting = checkpointed(driver, processes, cuda, left)?;
+        let limit = deadline.map_or(how.limit.max(STATE), left);
+        let waiting = checkpointed(driver, processes, cuda, limit)?;
         if waiting.is_empty() {
             return Ok(());
         }
-        wait_for_memory(driver, &waiting, deadline)?;
+        let locked = wait_for_room(driver, &waiting, how, room)?;
+        let deadline = *deadline.get_or_insert_with(|| Instant::now() + how.limit);
         attempts += 1;
-        let left = deadline.saturating_duration_since(Instant::now()).max(STATE);
-        let mut answers = driver.restore(&pids(&waiting), left);
+        let mut answers = restore_each(driver, &waiting, left(deadline));
+        drop(locked);
         let failed = waiting.iter().find_map(|process| match answers.remove(&process.pid()) {
             Some(Err(error)) => Some((process.who(), error)),
             _ => None,
@@ -206,10 +241,13 @@ pub(crate) fn restore(
         };
         if error.code() == Some(CudaError::INVALID_VALUE) {
             // A refused list harms nothing, and another one can be tried (measured on 580).
-            if how.mapped {
+            if waiting
+                .iter()
+                .any(|process| process.pid() == who.pid && !process.device_map.is_empty())
+            {
                 return Err(Cause::NotThere { who, error });
             }
-            if !how.in_job && may_share(cuda) {
+            if !how.in_job && may_share(cuda) && has_gpus(driver, cuda) {
                 return Err(Cause::SharedLost { who, error });
             }
         }
@@ -225,6 +263,29 @@ pub(crate) fn restore(
     }
 }
 
+/// Those that go to the same GPUs at the same time, in their order.
+fn restore_each(driver: &mut dyn Driver, waiting: &[CudaProcess], limit: Duration) -> Answers<()> {
+    let mut answers = Answers::new();
+    for together in waiting.chunk_by(|one, next| one.device_map == next.device_map) {
+        driver.map_devices(&together[0].device_map);
+        let given = driver.restore(&pids(together), limit);
+        let failed = given.values().any(Result::is_err);
+        answers.extend(given);
+        if failed {
+            break;
+        }
+    }
+    answers
+}
+
+/// Whether all the GPUs of these processes are there: without them the driver's answer is the same.
+fn has_gpus(driver: &mut dyn Driver, cuda: &[CudaProcess]) -> bool {
+    let Ok(facts) = driver.facts() else { return true };
+    let is_there = |uuid: &str| facts.gpus.iter().any(|gpu| gpu.uuid == uuid);
+    facts.gpus.is_empty()
+        || cuda.iter().flat_map(|process| &process.uses.gpus).all(|(uuid, _)| is_there(uuid))
+}
+
 /// Whether any may have had memory in common with another, or GPUs with each other.
 fn may_share(cuda: &[CudaProcess]) -> bool {
     cuda.len() > 1 || cuda.iter().any(|process| process.uses.gpus.len() > 1)
@@ -237,7 +298,15 @@ fn checkpointed(
     cuda: &[CudaProcess],
     limit: Duration,
 ) -> Result<Vec<CudaProcess>, Cause> {
+    let deadline = Instant::now() + limit;
     let mut states = driver.states(&pids(cuda), limit);
+    // The operation of a killed caller is still under way.
+    while states.values().any(|state| state.as_ref().is_ok_and(|state| state.passes()))
+        && Instant::now() < deadline
+    {
+        std::thread::sleep(PAUSE);
+        states = driver.states(&pids(cuda), limit);
+    }
     let mut waiting = Vec::new();
     for process in cuda {
         match states.remove(&process.pid()) {

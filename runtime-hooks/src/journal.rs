@@ -39,6 +39,10 @@ pub struct Entry {
     pub stage: Stage,
     /// Whether the container was frozen when the operation began.
     pub frozen: bool,
+    /// The operation itself has come to freezing it. If it is found frozen before, somebody else has
+    /// paused it meanwhile.
+    #[serde(default)]
+    pub freezes: bool,
     /// The CUDA processes.
     pub processes: Vec<Noted>,
     /// The job that they are in.
@@ -51,9 +55,6 @@ pub struct Entry {
     pub locked_last: Option<ProcessId>,
     /// The image of the checkpoint.
     pub image: PathBuf,
-    /// Onto which GPUs its memory goes back: pairs of UUIDs, empty for where it was.
-    #[serde(default)]
-    pub device_map: DeviceMap,
     /// What the container goes back to when the operation ends: it was suspended before, and stays so.
     #[serde(default)]
     pub suspended: Option<Box<Entry>>,
@@ -67,8 +68,12 @@ pub struct Noted {
     pub id: ProcessId,
     /// The state in which it was found, and to which it goes back.
     pub found: CudaState,
-    /// The memory that it needs for that.
+    /// The memory that it needs for that, on the GPUs that it comes from.
     pub uses: GpuUse,
+    /// Onto which GPUs its memory goes back instead: pairs of UUIDs, empty for where it was. Also set for
+    /// a process that is RUNNING there by now.
+    #[serde(default)]
+    pub device_map: DeviceMap,
 }
 
 impl From<&CudaProcess> for Noted {
@@ -77,6 +82,7 @@ impl From<&CudaProcess> for Noted {
             id: process.process.id,
             found: process.found.unwrap_or(CudaState::Running),
             uses: process.uses.clone(),
+            device_map: process.device_map.clone(),
         }
     }
 }
@@ -107,23 +113,49 @@ impl Stage {
 }
 
 impl Entry {
-    /// The same container, suspended, and what it will be when it is resumed.
+    /// The same container, suspended: all of its processes run when it is resumed. `toggled` says whether
+    /// the driver is one whose toggle may be cut off half-way.
     #[must_use]
-    pub fn as_suspended(&self) -> Self {
+    pub fn as_suspended(&self, toggled: bool) -> Self {
         let mut suspended = match &self.suspended {
             Some(earlier) => (**earlier).clone(),
-            None => Self { device_map: self.device_map.clone(), ..self.empty() },
+            None => self.empty(),
         };
         suspended.stage = Stage::Suspended;
         suspended.job.clone_from(&self.job);
-        suspended.locking = self.locking;
-        suspended.locked_last = self.locked_last;
+        // No lock is pending in a process that is CHECKPOINTED.
+        suspended.locking = toggled;
+        suspended.locked_last = None;
         for noted in &self.processes {
-            if !suspended.processes.iter().any(|known| known.id == noted.id) {
-                suspended.processes.push(noted.clone());
+            let known = suspended.processes.iter_mut().find(|known| known.id == noted.id);
+            match known {
+                // It ran meanwhile, and what was noted of it is out of date.
+                Some(known)
+                    if self.stage == Stage::Freeing && noted.found != CudaState::Checkpointed =>
+                {
+                    known.clone_from(noted);
+                }
+                Some(_) => {}
+                None => suspended.processes.push(noted.clone()),
             }
         }
+        for noted in &mut suspended.processes {
+            noted.found = CudaState::Running;
+        }
         suspended
+    }
+
+    /// Whether somebody else has paused the container since the operation began, given whether it is
+    /// frozen now.
+    #[must_use]
+    pub fn was_paused_meanwhile(&self, frozen: bool) -> bool {
+        frozen && !self.frozen && !self.freezes
+    }
+
+    /// Whether memory of its processes goes to other GPUs than those that it came from.
+    #[must_use]
+    pub fn moves(&self) -> bool {
+        self.processes.iter().any(|noted| !noted.device_map.is_empty())
     }
 
     fn empty(&self) -> Self {
@@ -145,12 +177,12 @@ impl Entry {
             init,
             stage: Stage::Suspending,
             frozen,
+            freezes: false,
             processes: Vec::new(),
             job: None,
             locking: false,
             locked_last: None,
             image: image.to_owned(),
-            device_map: DeviceMap::new(),
             suspended: None,
         }
     }
@@ -387,7 +419,8 @@ mod tests {
         let init = ProcessId { pid: 7, start_time: 8 };
         let mut entry = Entry::new("c1", init, true, Path::new("/image"));
         let uses = GpuUse { gpus: vec![("GPU-0".into(), Some(1))] };
-        entry.processes.push(Noted { id: init, found: CudaState::Running, uses });
+        let device_map = DeviceMap::new();
+        entry.processes.push(Noted { id: init, found: CudaState::Running, uses, device_map });
         entry
     }
 

@@ -6,10 +6,13 @@ use std::time::{Duration, Instant};
 use crate::cuda::{CudaState, Driver, GpuUse};
 use crate::error::{Cause, Phase, Who};
 use crate::freezer::Freezer;
+use crate::gpu_locks::GpuLocks;
 use crate::hold::{Hold, Keep, Target};
+use crate::host_memory::HostMemory;
 use crate::image::Image;
 use crate::journal::Journal;
 use crate::processes::{Pid, Process, Processes};
+use crate::remap::DeviceMap;
 use crate::runc::Runtime;
 
 /// The world outside.
@@ -28,6 +31,10 @@ pub struct Parts<'a> {
     pub image: &'a mut dyn Image,
     /// What is under way.
     pub journal: &'a mut dyn Journal,
+    /// Host memory, for what is on the GPU.
+    pub memory: &'a dyn HostMemory,
+    /// Which GPUs something is just being restored onto.
+    pub gpu_locks: &'a dyn GpuLocks,
     /// Whether the caller wants the operation to end.
     pub interrupted: &'a dyn Fn() -> bool,
 }
@@ -39,7 +46,9 @@ pub struct Limits {
     pub lock: Duration,
     /// Until all are checkpointed.
     pub checkpoint: Duration,
-    /// Until all are restored and unlocked.
+    /// Until there is room on the GPUs for what is to be restored.
+    pub room: Duration,
+    /// Until all are restored and unlocked, once there is room.
     pub restore: Duration,
 }
 
@@ -50,6 +59,7 @@ impl Limits {
         Self {
             lock: lock.unwrap_or(config.lock_timeout),
             checkpoint: config.checkpoint_timeout,
+            room: config.restore_timeout,
             restore: config.restore_timeout,
         }
     }
@@ -66,6 +76,8 @@ pub struct CudaProcess {
     pub found: Option<CudaState>,
     /// The GPUs that it uses, with bytes, as far as NVML told: what it needs to be restored.
     pub uses: GpuUse,
+    /// Onto which GPUs its memory goes when it is restored; empty for where it was.
+    pub device_map: DeviceMap,
 }
 
 impl CudaProcess {

@@ -20,6 +20,7 @@ use crate::cuda::job::VARIABLE;
 use crate::cuda::{CudaState, Driver, DriverFacts, GpuUse, Steps};
 use crate::error::{Cause, Failure, Left, Phase};
 use crate::give_back;
+use crate::gpu_locks::GpuLocks;
 use crate::job::{self, Found, JobError, Membership};
 use crate::journal::{Entry, Journal, Noted, Stage};
 use crate::parts::{CudaProcess, Limits, Progress};
@@ -42,6 +43,8 @@ pub struct RestoreParts<'a> {
     pub job: &'a mut dyn NewJob,
     /// The restored container: its init and its processes. Asked after `runc restore`.
     pub restored: &'a dyn Fn() -> Result<(ProcessId, Box<dyn Processes>), Cause>,
+    /// Which GPUs something is just being restored onto.
+    pub gpu_locks: &'a dyn GpuLocks,
     /// Whether the caller wants the operation to end.
     pub interrupted: &'a dyn Fn() -> bool,
 }
@@ -112,7 +115,7 @@ pub fn restore(parts: &mut RestoreParts<'_>, request: &Request<'_>) -> Result<()
             return Err(failure(progress.phase(), cause, Left::Untouched));
         }
     };
-    match run(parts, request, &spec, map, &mut progress) {
+    match run(parts, request, &spec, &map, &mut progress) {
         Ok(()) => Ok(()),
         Err(cause) => {
             let left = remove(parts, progress.phase());
@@ -213,7 +216,7 @@ fn run(
     parts: &mut RestoreParts<'_>,
     request: &Request<'_>,
     spec: &Spec,
-    map: DeviceMap,
+    map: &DeviceMap,
     progress: &mut Progress,
 ) -> Result<(), Cause> {
     progress.enter(Phase::CriuRestore);
@@ -233,21 +236,28 @@ fn run(
     entry.job = job;
     // A restore that is cut off may leave one LOCKED that seems to run.
     entry.locking = parts.driver.steps().map_err(Cause::NoDriver)? == Steps::Toggle;
+    for process in &mut cuda {
+        process.device_map.clone_from(map);
+    }
     entry.processes = cuda.iter().map(Noted::from).collect();
-    entry.device_map = map;
     parts.journal.save(&entry)?;
     interruptible(parts)?;
     if request.suspended && !cuda.is_empty() {
         return leave_suspended(parts, processes, &cuda, entry);
     }
-    parts.driver.map_devices(&entry.device_map);
     for process in &mut cuda {
-        process.uses = entry.device_map.place(&process.uses);
+        process.uses = map.place(&process.uses);
     }
-    let how = give_back::How { in_job, mapped: !entry.device_map.is_empty() };
 
     progress.enter(Phase::CudaRestore);
-    give_back::restore(parts.driver, processes, &cuda, how, request.limits.restore)?;
+    let how = give_back::How {
+        in_job,
+        room: request.limits.room,
+        limit: request.limits.restore,
+        given_up: parts.interrupted,
+        locks: parts.gpu_locks,
+    };
+    give_back::restore(parts.driver, processes, &cuda, &how)?;
 
     progress.enter(Phase::Unlock);
     give_back::unlock(parts.driver, processes, &cuda, request.limits.restore)?;
@@ -344,6 +354,7 @@ fn match_processes(
                 restore_thread,
                 found: Some(CudaState::Running),
                 uses: needs(wanted),
+                device_map: DeviceMap::new(),
             }),
             Some(Err(error)) => Err(Cause::Driver { who: crate::parts::who(process), error }),
             _ => Err(not_restored(wanted)),

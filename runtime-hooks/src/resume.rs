@@ -18,19 +18,20 @@ pub fn resume(parts: &mut Parts<'_>, entry: &Entry, limits: &Limits) -> Result<(
     if !image_is_whole {
         unlock_network(parts);
     }
-    let brought = bring_back(parts, entry, Goal::Running, Thaw::Runtime, limits);
+    let mut entry = entry.clone();
+    let brought = bring_back(parts, &mut entry, Goal::Running, Thaw::Runtime, limits);
     let pending = matches!(brought, Ok(Back::LockPending));
     let result = brought.map(drop).map_err(|cause| {
         let not_back = Cause::not_back(&cause);
         let log = log_of(&cause);
-        let left = kill(parts, entry, cause);
+        let left = kill(parts, &entry, cause);
         let cause = if matches!(left, Left::Gone) { Cause::Gone } else { not_back };
         let container = entry.container.clone();
         let image = image_is_whole.then(|| entry.image.clone());
         Failure { operation: "resume", container, phase: Phase::Resume, cause, left, image, log }
     });
     if !pending {
-        forget(parts, entry);
+        forget(parts, &entry);
     }
     result
 }
@@ -49,10 +50,14 @@ pub fn repair(
     }
     tracing::warn!(container = entry.container, "an interrupted operation is put right");
     unlock_network(parts);
-    let goal = if entry.frozen { Goal::Paused } else { Goal::Running };
+    // Its Resume was told, and all that is left of it is the journal.
+    let resumed =
+        entry.stage == Stage::AwaitingResume && matches!(parts.freezer.frozen(), Ok(false));
+    let goal = if entry.frozen && !resumed { Goal::Paused } else { Goal::Running };
     let may_stay = matches!(entry.stage, Stage::Freeing | Stage::Resuming);
     // Whoever wanted it suspended, or resumed, is not there any more: no room is waited for.
-    let limits = if may_stay { Limits { restore: AT_ONCE, ..*limits } } else { *limits };
+    let limits = if may_stay { Limits { room: AT_ONCE, ..*limits } } else { *limits };
+    let entry = &mut entry.clone();
     match bring_back(parts, entry, goal, Thaw::Freezer, &limits) {
         Ok(Back::LockPending) => Ok(()),
         Ok(Back::Whole) => {

@@ -14,21 +14,25 @@
 
 use std::time::{Duration, Instant};
 
+use crate::checkpoint::host_memory;
 use crate::cuda::{Answers, CudaError, CudaState, Driver, Steps};
 use crate::discover::{Gate, find_uses, newcomers, refuse_strays};
 use crate::error::{Cause, Phase, Who};
 use crate::hold::Keep;
-use crate::journal::{Entry, Noted};
+use crate::journal::{Entry, Noted, Stage};
 use crate::parts::{CudaProcess, Holding, Limits, Parts, Progress, pids};
 use crate::processes::{Pid, Processes};
 use crate::{in_turn, job};
 
 /// How long a state may take to be told when no long operation is under way.
 pub(crate) const STATE: Duration = Duration::from_secs(30);
-/// The first attempt to lock; the next ones get twice as long each. Not all the time at once, so
-/// that an interrupt is heard, and that processes that keep each other from being ready in a way
-/// that nobody thought of get on in between.
+/// The first attempt to lock; the next ones get twice as long each, up to [`LONGEST_ATTEMPT`]. Not all
+/// the time at once, so that an interrupt is heard, and that processes that keep each other from being
+/// ready in a way that nobody thought of get on in between.
 pub(crate) const FIRST_ATTEMPT: Duration = Duration::from_secs(2);
+/// A person who has pressed ^C does not wait longer for an answer. Work of any length comes to its end
+/// in one of the attempts.
+const LONGEST_ATTEMPT: Duration = Duration::from_secs(8);
 /// Between two attempts, so that the processes get on with what they wait for.
 const PAUSE: Duration = Duration::from_millis(20);
 
@@ -84,7 +88,10 @@ pub fn suspend(
             parts.hold.release();
         }
         find_states(parts, entry, cuda)?;
-        refuse_strays(parts.processes, cuda, entry.init.pid)?;
+        // They matter to CRIU only.
+        if entry.stage != Stage::Freeing {
+            refuse_strays(parts.processes, cuda, entry.init.pid)?;
+        }
         gate.check(cuda, entry.job.is_some())?;
         if Instant::now() >= deadline
             && let Some(last) = cuda.last()
@@ -93,13 +100,18 @@ pub fn suspend(
         }
     }
     interruptible(parts)?;
+    // It ran until now, and may have allocated more.
+    find_uses(parts, cuda);
+    entry.processes = cuda.iter().map(Noted::from).collect();
+    host_memory(parts, cuda)?;
+    parts.journal.save(entry)?;
 
     progress.enter(Phase::CudaCheckpoint);
     checkpoint_all(parts, cuda, limits)?;
     interruptible(parts)?;
 
     progress.enter(Phase::Freeze);
-    parts.freezer.freeze()?;
+    freeze(parts, entry)?;
     parts.hold.release();
     forget_ended(parts.processes, cuda, entry.job.is_some())?;
     // `runc exec` may have brought a process into the container meanwhile.
@@ -107,6 +119,16 @@ pub fn suspend(
         Some(new) => Err(Cause::Appeared { who: new.who() }),
         None => Ok(()),
     }
+}
+
+/// Freezes the container. It is noted before, so that a repair can tell it from somebody else's pause.
+pub(crate) fn freeze(parts: &mut Parts<'_>, entry: &mut Entry) -> Result<(), Cause> {
+    if !entry.frozen && parts.freezer.frozen()? {
+        return Err(Cause::Paused);
+    }
+    entry.freezes = true;
+    parts.journal.save(entry)?;
+    Ok(parts.freezer.freeze()?)
 }
 
 /// One that has ended since it was found is in no image. In a job it stands in the job file, and the
@@ -191,6 +213,9 @@ fn lock_all(
 ) -> Result<(), Cause> {
     let running: Vec<&CudaProcess> =
         cuda.iter().filter(|process| process.found == Some(CudaState::Running)).collect();
+    if running.is_empty() {
+        return verify_locked(parts, cuda);
+    }
     let asked: Vec<Pid> = running.iter().map(|process| process.pid()).collect();
     if entry.job.is_some() && running.len() > 1 {
         return in_turn::lock(parts, entry, cuda, deadline, limits);
@@ -270,7 +295,7 @@ fn lock_all(
         let answers = parts.driver.unlock(&locked, STATE);
         check(parts.processes, answers, cuda)?;
         std::thread::sleep(PAUSE);
-        timeout *= 2;
+        timeout = (timeout * 2).min(LONGEST_ATTEMPT);
     }
 }
 

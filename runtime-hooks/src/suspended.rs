@@ -12,7 +12,7 @@
 use std::time::Duration;
 
 use crate::bring_back::{Back, Goal, Thaw, bring_back, fail, forget, kill, log_of, processes_of};
-use crate::checkpoint::require_actions;
+use crate::checkpoint::{host_memory, require_actions};
 use crate::container::Container;
 use crate::cuda::{CudaState, DriverFacts, Steps};
 use crate::discover::{Gate, find_uses};
@@ -20,7 +20,7 @@ use crate::error::{Cause, Failure, Left, Phase};
 use crate::freezer::FreezerError;
 use crate::job::{self, Membership};
 use crate::journal::{Entry, Noted, Stage};
-use crate::parts::{CudaProcess, Limits, Parts, Progress};
+use crate::parts::{CudaProcess, Limits, Parts, Progress, pids};
 use crate::processes::{Pid, ProcessId};
 use crate::remap::DeviceMap;
 use crate::suspend::{STATE, check, driver_runs, verify};
@@ -42,6 +42,15 @@ pub struct Request<'a> {
     pub limits: Limits,
 }
 
+/// What a suspension has done.
+#[derive(Debug)]
+pub struct Suspended {
+    /// What the journal says of it.
+    pub entry: Entry,
+    /// The processes that were on a GPU until then.
+    pub freed: Vec<Noted>,
+}
+
 /// Suspends. On success all CUDA processes of the container are CHECKPOINTED, the journal says so, and
 /// it is running or paused as before. `cuda` is what [`crate::discover`] found.
 pub fn suspend(
@@ -49,7 +58,7 @@ pub fn suspend(
     request: &Request<'_>,
     mut cuda: Vec<CudaProcess>,
     progress: &mut Progress,
-) -> Result<Entry, Failure> {
+) -> Result<Suspended, Failure> {
     const OPERATION: &str = "suspend";
     let begun = preflight(parts, request, &mut cuda);
     let (facts, mut entry) = begun.map_err(|cause| Failure {
@@ -66,7 +75,7 @@ pub fn suspend(
     let done = crate::suspend::suspend(parts, &mut entry, &mut cuda, &gate, limits, progress)
         .and_then(|()| if entry.frozen { Ok(()) } else { Ok(parts.freezer.thaw()?) })
         // Last: whoever finds it said to be suspended has nothing to put right.
-        .and_then(|()| note(parts, &entry, &cuda));
+        .and_then(|()| note(parts, &entry, &cuda, facts.steps));
     done.map_err(|cause| fail(parts, OPERATION, &entry, progress.phase(), cause, limits))
 }
 
@@ -82,6 +91,7 @@ fn preflight(
     let facts = parts.driver.facts().map_err(Cause::NoDriver)?;
     require_actions(&facts)?;
     find_uses(parts, cuda);
+    host_memory(parts, cuda)?;
     let init = request.container.init;
     let mut entry = Entry::new(&request.container.id, init, parts.freezer.frozen()?, "".as_ref());
     entry.stage = Stage::Freeing;
@@ -108,12 +118,19 @@ fn membership(
 }
 
 /// Notes that it is suspended, and to which states it goes back.
-fn note(parts: &mut Parts<'_>, entry: &Entry, cuda: &[CudaProcess]) -> Result<Entry, Cause> {
-    let mut suspended = entry.as_suspended();
+fn note(
+    parts: &mut Parts<'_>,
+    entry: &Entry,
+    cuda: &[CudaProcess],
+    steps: Steps,
+) -> Result<Suspended, Cause> {
+    let mut suspended = entry.as_suspended(steps == Steps::Toggle);
     // Those that have ended since are not waited for.
     suspended.processes.retain(|noted| cuda.iter().any(|known| known.process.id == noted.id));
     parts.journal.save(&suspended)?;
-    Ok(suspended)
+    let on_gpu = |process: &&CudaProcess| process.found != Some(CudaState::Checkpointed);
+    let freed = cuda.iter().filter(on_gpu).map(Noted::from).collect();
+    Ok(Suspended { entry: suspended, freed })
 }
 
 /// What there is to resume in a container that something else than `stasis suspend` has suspended:
@@ -123,29 +140,35 @@ pub fn found(
     container: &Container,
     cuda: &mut [CudaProcess],
 ) -> Result<Option<Entry>, Cause> {
-    let mut states = parts.driver.states(&crate::parts::pids(cuda), STATE);
+    let facts = parts.driver.facts().map_err(Cause::NoDriver)?;
+    let toggles = facts.steps == Steps::Toggle;
+    let mut states = parts.driver.states(&pids(cuda), STATE);
     let mut any = false;
+    let mut noted = Vec::new();
     for process in cuda.iter_mut() {
         match states.remove(&process.pid()) {
+            // It is none of this operation's, which checkpoints again what it has to give up. Where the
+            // driver cannot be asked it may be one that is LOCKED.
+            Some(Ok(CudaState::Running)) if !toggles => continue,
             Some(Ok(CudaState::Running)) => {}
             Some(Ok(CudaState::Checkpointed | CudaState::Locked)) => any = true,
             Some(Ok(state)) => return Err(Cause::Unusable { who: process.who(), state }),
             Some(Err(error)) if parts.processes.alive(process.process.id) => {
                 return Err(Cause::Driver { who: process.who(), error });
             }
-            _ => {}
+            _ => continue,
         }
         process.found = Some(CudaState::Running);
+        noted.push(Noted::from(&*process));
     }
     if !any {
         return Ok(None);
     }
     let mut entry = Entry::new(&container.id, container.init, false, "".as_ref());
     entry.stage = Stage::Suspended;
-    let facts = parts.driver.facts().map_err(Cause::NoDriver)?;
-    entry.locking = facts.steps == Steps::Toggle;
+    entry.locking = toggles;
     entry.job = membership(parts, &facts, cuda, container.init)?;
-    entry.processes = cuda.iter().map(Noted::from).collect();
+    entry.processes = noted;
     Ok(Some(entry))
 }
 
@@ -154,17 +177,23 @@ pub fn found(
 pub fn resume(
     parts: &mut Parts<'_>,
     entry: &Entry,
-    map: DeviceMap,
+    map: Option<DeviceMap>,
     limits: &Limits,
     progress: &mut Progress,
 ) -> Result<(), Failure> {
     const OPERATION: &str = "resume";
     let mut under_way = entry.clone();
-    under_way.device_map = map;
+    if let Some(map) = map {
+        for noted in &mut under_way.processes {
+            noted.device_map.clone_from(&map);
+        }
+    }
+    under_way.freezes = false;
     under_way.stage = Stage::Resuming;
     under_way.suspended = Some(Box::new(entry.clone()));
-    let begun = parts.freezer.frozen().map_err(Cause::from).and_then(|frozen| {
-        under_way.frozen = frozen;
+    // Without a driver nothing is begun.
+    let begun = parts.driver.facts().map_err(Cause::NoDriver).and_then(|_| {
+        under_way.frozen = parts.freezer.frozen()?;
         Ok(parts.journal.save(&under_way)?)
     });
     let failure = |phase, cause: Cause, left| Failure {
@@ -181,7 +210,7 @@ pub fn resume(
     }
     progress.enter(Phase::CudaRestore);
     let goal = if under_way.frozen { Goal::Paused } else { Goal::Running };
-    match bring_back(parts, &under_way, goal, Thaw::Freezer, limits) {
+    match bring_back(parts, &mut under_way, goal, Thaw::Freezer, limits) {
         Ok(Back::LockPending) => Ok(()),
         Ok(Back::Whole) => {
             forget(parts, &under_way);
@@ -197,8 +226,17 @@ pub fn resume(
 /// What cannot be brought back stays suspended, or becomes it again, as far as the driver answers. Only
 /// what the driver has lost ends the container.
 pub(crate) fn stay(parts: &mut Parts<'_>, entry: &Entry, cause: &Cause, limit: Duration) -> Left {
-    let lost = matches!(cause, Cause::SharedLost { .. } | Cause::Unusable { .. });
-    let again = if lost { Ok(()) } else { checkpointed_again(parts, entry, limit) };
+    let lost = cause.is_loss();
+    let mut entry = entry.clone();
+    let again = if lost { Ok(()) } else { checkpointed_again(parts, &mut entry, limit) };
+    let entry = &entry;
+    // Before its threads are let go: what was paused stays so.
+    if !lost
+        && parts.processes.alive(entry.init)
+        && let Err(error) = as_it_was(parts, entry)
+    {
+        tracing::error!(container = entry.container, error = %crate::error::chain(&error), "the freezer");
+    }
     parts.hold.release();
     if !parts.processes.alive(entry.init) {
         forget(parts, entry);
@@ -212,24 +250,41 @@ pub(crate) fn stay(parts: &mut Parts<'_>, entry: &Entry, cause: &Cause, limit: D
     }
     let container = &entry.container;
     if let Err(error) = again {
-        // Whoever resumes it later begins from what the driver says then.
+        // The entry that says so is there already.
         tracing::error!(container, %error, "it is not known whether all of it is suspended");
+        return Left::HalfSuspended;
     }
-    if let Err(error) = as_it_was(parts, entry) {
-        tracing::error!(container, error = %crate::error::chain(&error), "the freezer");
-    }
-    if let Err(error) = parts.journal.save(&entry.as_suspended()) {
+    let toggled = parts.driver.steps().is_ok_and(|steps| steps == Steps::Toggle);
+    if let Err(error) = parts.journal.save(&entry.as_suspended(toggled)) {
         tracing::error!(container, error = %crate::error::chain(&error), "the journal");
+        return Left::HalfSuspended;
     }
     Left::Suspended
 }
 
 /// Frozen, or not, as before the operation.
 fn as_it_was(parts: &Parts<'_>, entry: &Entry) -> Result<(), FreezerError> {
-    match (entry.frozen, parts.freezer.frozen()?) {
-        (true, false) => parts.freezer.freeze(),
-        (false, true) => parts.freezer.thaw(),
+    let frozen = parts.freezer.frozen()?;
+    match entry.frozen {
+        true if !frozen => parts.freezer.freeze(),
+        false if frozen && !entry.was_paused_meanwhile(frozen) => parts.freezer.thaw(),
         _ => Ok(()),
+    }
+}
+
+/// Notes that the memory of these is where it was to go, and comes from there from now on.
+fn moved(under_way: &mut Entry, restored: &[Pid]) {
+    let maps: Vec<(ProcessId, DeviceMap)> =
+        under_way.processes.iter().map(|noted| (noted.id, noted.device_map.clone())).collect();
+    let earlier = under_way.suspended.iter_mut().flat_map(|earlier| &mut earlier.processes);
+    for noted in under_way.processes.iter_mut().chain(earlier) {
+        let Some((_, map)) = maps.iter().find(|(id, _)| *id == noted.id) else { continue };
+        if restored.contains(&noted.id.pid) {
+            noted.uses = map.place(&noted.uses);
+            noted.device_map = DeviceMap::new();
+        } else {
+            noted.device_map.clone_from(map);
+        }
     }
 }
 
@@ -237,7 +292,7 @@ fn as_it_was(parts: &Parts<'_>, entry: &Entry) -> Result<(), FreezerError> {
 /// CHECKPOINTED.
 fn checkpointed_again(
     parts: &mut Parts<'_>,
-    under_way: &Entry,
+    under_way: &mut Entry,
     limit: Duration,
 ) -> Result<(), Cause> {
     let cuda = processes_of(parts, under_way)?;
@@ -248,11 +303,19 @@ fn checkpointed_again(
         parts.hold.settle()?;
     }
     let toggles = parts.driver.steps().map_err(Cause::NoDriver)? == Steps::Toggle;
-    let states = parts.driver.states(&crate::parts::pids(&cuda), STATE);
+    let states = parts.driver.states(&pids(&cuda), limit);
     let among = |wanted: &[CudaState]| -> Vec<_> {
         let is = |pid: &Pid| matches!(states.get(pid), Some(Ok(state)) if wanted.contains(state));
         cuda.iter().map(CudaProcess::pid).filter(is).collect()
     };
+    let restored = among(&[CudaState::Locked, CudaState::Running]);
+    // The others go where they are. If none is there yet, all go where they came from.
+    if under_way.moves() && !restored.is_empty() {
+        moved(under_way, &restored);
+    }
+    under_way.locking |= !restored.is_empty();
+    // Before they are locked and CHECKPOINTED, where they are now.
+    parts.journal.save(under_way)?;
     // One toggle does both.
     let running = if toggles { Vec::new() } else { among(&[CudaState::Running]) };
     // The members of a job are locked one by one.
@@ -261,9 +324,7 @@ fn checkpointed_again(
         let answers = parts.driver.lock(running, limit, &mut || {});
         check(parts.processes, answers, &cuda)?;
     }
-    let answers = parts.driver.checkpoint(&among(&[CudaState::Locked, CudaState::Running]), limit);
+    let answers = parts.driver.checkpoint(&restored, limit);
     check(parts.processes, answers, &cuda)?;
-    verify(parts.driver, parts.processes, &cuda, |_| CudaState::Checkpointed, limit)?;
-    // Before they are let go: what was paused stays so.
-    Ok(as_it_was(parts, under_way)?)
+    verify(parts.driver, parts.processes, &cuda, |_| CudaState::Checkpointed, limit)
 }

@@ -524,7 +524,7 @@ fn one_that_was_killed_and_is_frozen_has_no_future_in_an_image() {
             let cuda = discover(parts).unwrap();
             asked(EXIT, &allowed, |request| checkpoint(parts, request, cuda)).unwrap_err()
         });
-        assert!(failure.to_string().contains("pid 102 (p102): ended while"), "{failure}");
+        assert!(failure.to_string().contains("pid 102 (p102): ended meanwhile"), "{failure}");
         assert!(!world.with(|state| state.image_is_whole));
     }
 }

@@ -377,6 +377,7 @@ fn lost_lock(world: &World, frozen: bool) -> Entry {
         id: process(pid, true).id,
         found: CudaState::Running,
         uses: GpuUse::default(),
+        device_map: stasis_hooks::remap::DeviceMap::new(),
     };
     entry.processes = [101, 102].map(noted).into();
     world.with(|state| state.late = vec![101]);
@@ -452,7 +453,10 @@ fn a_member_that_ends_meanwhile_fails_the_checkpoint() {
         let world = World::new(2, false).in_job();
         world.with(|state| state.deaths.push((call, 102)));
         let failure = take(&world, EXIT).unwrap_err();
-        assert!(failure.to_string().contains("pid 102 (p102): ended while"), "{call}: {failure}");
+        assert!(
+            failure.to_string().contains("pid 102 (p102): ended meanwhile"),
+            "{call}: {failure}"
+        );
         assert_eq!(world.states(), [CudaState::Running], "{call}");
     }
 }

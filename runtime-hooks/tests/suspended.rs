@@ -38,9 +38,14 @@ fn suspend(world: &World) -> Result<(), Failure> {
 fn resume(world: &World) -> Result<(), Failure> {
     let entry = entry(world).unwrap();
     let mut progress = Progress::new(Phase::Preflight);
-    world.run(|parts| {
-        suspended::resume(parts, &entry, entry.device_map.clone(), &World::limits(), &mut progress)
-    })
+    world.run(|parts| suspended::resume(parts, &entry, None, &World::limits(), &mut progress))
+}
+
+fn resume_onto(world: &World, map: &[(&str, &str)]) -> Result<(), Failure> {
+    let map = map.iter().map(|(from, to)| ((*from).to_owned(), (*to).to_owned())).collect();
+    let (entry, limits) = (entry(world).unwrap(), World::limits());
+    let mut progress = Progress::new(Phase::Preflight);
+    world.run(|parts| suspended::resume(parts, &entry, Some(map), &limits, &mut progress))
 }
 
 fn entry(world: &World) -> Option<Entry> {
@@ -110,8 +115,8 @@ fn a_failed_suspension_ends_where_it_began() {
 
 #[test]
 fn the_journal_that_cannot_be_written_at_the_end_undoes_it() {
-    // One save at the beginning, one with the processes, one at the end.
-    for good in 0..3 {
+    // At the beginning, with the processes, with what they use at last, before it is frozen, at the end.
+    for good in 0..5 {
         let world = World::new(1, false);
         world.with(|state| state.skip_faults = good);
         let world = world.fault("journal", Fault::Error(1), 1);
@@ -182,7 +187,7 @@ fn killed(frozen: bool, world: impl Fn() -> World, act: impl Fn(&World) -> Resul
 #[test]
 fn without_room_it_stays_suspended_and_can_be_resumed_later() {
     for frozen in [false, true] {
-        for (call, code) in [("free", 1), ("restore", 999), ("restore", 2), ("unlock", 999)] {
+        for (call, code) in [("free", 1), ("restore", 999), ("unlock", 999)] {
             let world = suspended_world(1, frozen).fault(call, Fault::Error(code), 1000);
             let failure = resume(&world).unwrap_err();
             assert!(matches!(failure.left, Left::Suspended), "{call}: {failure}");
@@ -214,6 +219,291 @@ fn what_the_driver_has_lost_is_told_and_ended() {
     assert!(matches!(failure.cause, Cause::SharedLost { .. }), "{failure}");
     assert!(matches!(failure.left, Left::Killed { .. }), "{failure}");
     assert_eq!(entry(&world), None);
+    // Out of memory is final, and so are the answers that follow.
+    for code in [2, 304] {
+        let world = suspended_world(1, false).fault("restore", Fault::Error(code), 1000);
+        let failure = resume(&world).unwrap_err();
+        assert!(matches!(failure.left, Left::Killed { .. }), "{failure}");
+        assert_eq!(entry(&world), None);
+    }
+}
+
+#[test]
+fn one_that_somebody_pauses_meanwhile_stays_paused() {
+    for call in ["lock", "checkpoint", "states"] {
+        let world = World::new(2, false);
+        world.with(|state| state.paused_at = Some(call));
+        let failure = suspend(&world).unwrap_err();
+        assert!(matches!(failure.left, Left::Paused), "{call}: {failure}");
+        runs(&world, true);
+    }
+    for call in ["restore", "states", "unlock"] {
+        let world = suspended_world(2, false);
+        world.with(|state| state.paused_at = Some(call));
+        resume(&world).unwrap();
+        runs(&world, true);
+    }
+}
+
+#[test]
+fn somebody_elses_pause_is_kept_by_the_repair_of_a_killed_operation() {
+    for calls in 0..100 {
+        let world = World::new(1, false);
+        world.with(|state| state.paused_at = Some("checkpoint"));
+        let done = world.cut_off_after(calls, || suspend(&world));
+        world.with(|state| state.held.clear());
+        if done.is_some() {
+            assert!(calls > 10);
+            return;
+        }
+        let paused = world.with(|state| state.paused_by_other);
+        if let Some(entry) = entry(&world) {
+            world.run(|parts| resume::repair(parts, &entry, INIT, &World::limits())).unwrap();
+        }
+        runs(&world, paused);
+    }
+    panic!("it never ended");
+}
+
+#[test]
+fn what_host_memory_cannot_hold_is_refused_before_anything_is_touched() {
+    let needed = 2 * (100 + (64 << 20));
+    let world = World::new(2, false);
+    world.with(|state| state.host_memory = needed - 1);
+    let failure = suspend(&world).unwrap_err();
+    assert!(matches!(failure.cause, Cause::NoHostMemory { .. }), "{failure}");
+    assert!(matches!(failure.left, Left::Untouched), "{failure}");
+    assert!(failure.to_string().contains("cgroup /x"), "{failure}");
+    assert!(!world.log().iter().any(|call| call == "lock" || call == "journal"));
+    let failure = checkpoint_of(&world, After::LeaveRunning).unwrap_err();
+    assert!(matches!(failure.cause, Cause::NoHostMemory { .. }), "{failure}");
+    runs(&world, false);
+    world.with(|state| state.host_memory = needed);
+    suspend(&world).unwrap();
+    // What is there already needs no more.
+    world.with(|state| state.host_memory = 0);
+    suspend(&world).unwrap();
+    checkpoint_of(&world, After::LeaveRunning).unwrap();
+    is_suspended(&world, false);
+}
+
+#[test]
+fn what_was_allocated_until_the_lock_counts() {
+    let world = World::new(1, false);
+    world.with(|state| state.grows = [(101, 600)].into());
+    suspend(&world).unwrap();
+    assert_eq!(entry(&world).unwrap().processes[0].uses.gpus, [("GPU-0".to_owned(), Some(600))]);
+    // Also where it was suspended before.
+    resume(&world).unwrap();
+    let world = World::new(1, false);
+    world.with(|state| {
+        state.grows = [(101, 600)].into();
+        state.host_memory = (64 << 20) + 599;
+    });
+    let failure = suspend(&world).unwrap_err();
+    assert!(matches!(failure.cause, Cause::NoHostMemory { .. }), "{failure}");
+    runs(&world, false);
+}
+
+#[test]
+fn what_ran_since_it_was_suspended_is_noted_anew() {
+    let world = suspended_world(2, false);
+    // By NVIDIA's command.
+    world.with(|state| {
+        state.cuda.insert(102, Running);
+        state.bytes = [(102, 700)].into();
+    });
+    suspend(&world).unwrap();
+    is_suspended(&world, false);
+    let bytes = |at: usize| entry(&world).unwrap().processes[at].uses.gpus[0].1;
+    assert_eq!((bytes(0), bytes(1)), (Some(100), Some(700)));
+}
+
+#[test]
+fn two_restores_onto_a_gpu_do_not_meet() {
+    let world = suspended_world(2, false).fault("gpu-lock", Fault::Hang, 2);
+    resume(&world).unwrap();
+    runs(&world, false);
+    let log = world.log();
+    let last = log.iter().rposition(|call| call == "gpu-lock").unwrap();
+    let restore = log.iter().position(|call| call == "restore").unwrap();
+    assert_eq!(log.iter().filter(|call| *call == "gpu-lock").count(), 3, "{log:?}");
+    // Looked for room with the lock in hand.
+    assert_eq!(log[last..=restore], ["gpu-lock", "free", "restore"], "{log:?}");
+    assert!(world.with(|state| state.gpus_locked.iter().all(|gpus| *gpus == ["GPU-0"])));
+    // Nobody is lost because another one's restore never ends, or because there are no locks.
+    for fault in [Fault::Hang, Fault::Error(1)] {
+        let world = suspended_world(1, false).fault("gpu-lock", fault, 1000);
+        resume(&world).unwrap();
+        runs(&world, false);
+    }
+}
+
+#[test]
+fn whoever_does_not_want_to_wait_for_room_any_more_says_so() {
+    let world = suspended_world(1, false).fault("free", Fault::Error(1), 1000);
+    world.with(|state| state.interrupted = true);
+    let failure = resume(&world).unwrap_err();
+    assert!(matches!(failure.cause, Cause::Interrupted), "{failure}");
+    assert!(matches!(failure.left, Left::Suspended), "{failure}");
+    is_suspended(&world, false);
+    // A suspension that was interrupted is put back all the same.
+    let world = World::new(1, false);
+    world.with(|state| state.interrupted = true);
+    let failure = suspend(&world).unwrap_err();
+    assert!(matches!(failure.left, Left::Running), "{failure}");
+    runs(&world, false);
+}
+
+/// All is on the GPU that the journal would restore it to, or comes from there.
+fn knows_where_all_is(world: &World) {
+    let Some(entry) = entry(world) else { return };
+    for noted in &entry.processes {
+        let at = world.with(|state| state.memory_at.get(&noted.id.pid).cloned());
+        assert_eq!(noted.uses.gpus[0].0, at.unwrap_or_else(|| "GPU-0".to_owned()), "{entry:?}");
+    }
+}
+
+#[test]
+fn a_resume_onto_another_gpu_that_fails_half_way_is_completed_later() {
+    const SWAP: &[(&str, &str)] = &[("GPU-0", "GPU-1"), ("GPU-1", "GPU-0")];
+    let world = suspended_world(3, false);
+    world.with(|state| state.stuck.push(103));
+    let failure = resume_onto(&world, SWAP).unwrap_err();
+    assert!(matches!(failure.left, Left::Suspended), "{failure}");
+    is_suspended(&world, false);
+    knows_where_all_is(&world);
+    // An image could not tell.
+    let failure = checkpoint_of(&world, After::LeaveRunning).unwrap_err();
+    assert!(matches!(failure.cause, Cause::HalfMoved), "{failure}");
+    assert!(entry(&world).unwrap().moves());
+    world.with(|state| state.stuck.clear());
+    resume(&world).unwrap();
+    runs(&world, false);
+    let at: Vec<_> = world.with(|state| state.memory_at.values().cloned().collect());
+    assert_eq!(at, ["GPU-1"; 3]);
+
+    // Where none has moved, all is as before.
+    let world = suspended_world(2, false);
+    world.with(|state| state.stuck = vec![101, 102]);
+    resume_onto(&world, SWAP).unwrap_err();
+    assert!(!entry(&world).unwrap().moves());
+    knows_where_all_is(&world);
+}
+
+#[test]
+fn a_killed_resume_onto_another_gpu_leaves_nobody_in_the_wrong_place() {
+    const SWAP: &[(&str, &str)] = &[("GPU-0", "GPU-1"), ("GPU-1", "GPU-0")];
+    for calls in 0..200 {
+        let world = suspended_world(3, false);
+        world.with(|state| state.stuck.push(102));
+        let done = world.cut_off_after(calls, || resume_onto(&world, SWAP));
+        world.with(|state| {
+            state.held.clear();
+            state.stuck.clear();
+        });
+        if done.is_some() {
+            assert!(calls > 20);
+            return;
+        }
+        let now = entry(&world).unwrap();
+        if now.stage != Stage::Suspended {
+            world.run(|parts| resume::repair(parts, &now, INIT, &World::limits())).unwrap();
+        }
+        knows_where_all_is(&world);
+        if entry(&world).is_some() {
+            resume(&world).unwrap();
+        }
+        runs(&world, false);
+        let at: Vec<_> = world.with(|state| state.memory_at.values().cloned().collect());
+        assert!(
+            at.iter().all(|gpu| gpu == "GPU-1") && [0, 3].contains(&at.len()),
+            "{calls}: {at:?}"
+        );
+    }
+    panic!("it never ended");
+}
+
+#[test]
+fn one_that_runs_again_with_a_lock_still_to_come_is_not_said_to_be_suspended() {
+    let world = suspended_world(1, false);
+    world.with(|state| {
+        state.entry.as_mut().unwrap().locking = true;
+        state.in_flight = [(101, 1000)].into();
+    });
+    resume(&world).unwrap();
+    let pending = entry(&world).unwrap();
+    assert_eq!((pending.stage, &pending.suspended), (Stage::Freeing, &None));
+    assert_eq!(world.states(), [Running]);
+    world.with(|state| state.in_flight.clear());
+    world.run(|parts| resume::repair(parts, &pending, INIT, &World::limits())).unwrap();
+    runs(&world, false);
+}
+
+#[test]
+fn what_is_not_known_to_be_suspended_is_not_said_to_be() {
+    // From a place where it is LOCKED on, nothing of the driver works.
+    let killed = |calls| {
+        let world = World::new(1, false);
+        world.cut_off_after(calls, || suspend(&world));
+        world.with(|state| state.held.clear());
+        world
+    };
+    let mut worlds = (0..100).map(killed);
+    let world = worlds.find(|world| world.states() == [CudaState::Locked]).unwrap();
+    let under_way = entry(&world).unwrap();
+    assert_eq!(under_way.stage, Stage::Freeing);
+    let world = world.fault("probe", Fault::Crash, 1000);
+    let failure =
+        world.run(|parts| resume::repair(parts, &under_way, INIT, &World::limits())).unwrap_err();
+    assert!(matches!(failure.left, Left::HalfSuspended), "{failure}");
+    assert_eq!(entry(&world).unwrap().stage, Stage::Freeing);
+    world.with(|state| state.faults.clear());
+    let now = entry(&world).unwrap();
+    world.run(|parts| resume::repair(parts, &now, INIT, &World::limits())).unwrap();
+    runs(&world, false);
+}
+
+#[test]
+fn nothing_of_a_paused_ones_code_runs_whatever_fails() {
+    for call in ["probe", "hold", "thaw", "states", "restore", "unlock", "settle"] {
+        for times in [1, 2, 3, 1000] {
+            let world = suspended_world(2, true).fault(call, Fault::Crash, times);
+            let _ = resume(&world);
+            assert!(!world.with(|state| state.ran), "{call} {times}: {:?}", world.log());
+        }
+    }
+}
+
+#[test]
+fn one_that_was_resumed_by_others_is_not_paused_by_its_repair() {
+    let world = World::new(1, true);
+    checkpoint_of(&world, After::LeaveRunning).unwrap();
+    let parked = entry(&world).unwrap();
+    assert_eq!(parked.stage, Stage::AwaitingResume);
+    world.with(|state| (state.frozen, state.paused_by_caller) = (false, false));
+    world.run(|parts| resume::repair(parts, &parked, INIT, &World::limits())).unwrap();
+    runs(&world, false);
+}
+
+#[test]
+fn what_only_criu_minds_is_no_reason_to_refuse() {
+    let world = World::new(1, false);
+    // Started by exec while the others were being locked.
+    let mut stray = process(150, true);
+    stray.parent = 1;
+    world.with(|state| state.births.push(("lock", 0, stray)));
+    suspend(&world).unwrap();
+    is_suspended(&world, false);
+    assert_eq!(world.states().len(), 2);
+}
+
+#[test]
+fn one_that_the_driver_is_still_working_on_is_waited_for() {
+    let world = suspended_world(1, false);
+    world.with(|state| state.passes = 3);
+    resume(&world).unwrap();
+    runs(&world, false);
 }
 
 /// A checkpoint that knows that the container is suspended.
@@ -320,19 +610,14 @@ fn what_was_suspended_by_other_means_is_found() {
         state.cuda.insert(102, CudaState::Locked);
     });
     let entry = found(&world).unwrap();
+    // The one that runs is nobody's business.
+    assert_eq!(entry.processes.len(), 2);
     let mut progress = Progress::new(Phase::Preflight);
     world
-        .run(|parts| {
-            suspended::resume(
-                parts,
-                &entry,
-                entry.device_map.clone(),
-                &World::limits(),
-                &mut progress,
-            )
-        })
+        .run(|parts| suspended::resume(parts, &entry, None, &World::limits(), &mut progress))
         .unwrap();
     runs(&world, false);
+    assert!(world.with(|state| state.asked.iter().all(|(_, pids)| !pids.contains(&103))));
 }
 
 #[test]
@@ -374,27 +659,21 @@ fn a_restored_container_may_begin_suspended() {
 
 #[test]
 fn it_goes_to_another_gpu_if_there_is_room() {
-    let to_other = || DeviceMap::from_iter([("GPU-0".to_owned(), "GPU-1".to_owned())]);
+    const TO_OTHER: &[(&str, &str)] = &[("GPU-0", "GPU-1")];
     let world = suspended_world(1, false);
-    let suspended = entry(&world).unwrap();
-    let resume_onto = |map: DeviceMap| {
-        let mut progress = Progress::new(Phase::Preflight);
-        world
-            .run(|parts| suspended::resume(parts, &suspended, map, &World::limits(), &mut progress))
-    };
-    // The world's GPU-0 has no room, and GPU-1 is not told about.
+    // GPU-0 has no room, and GPU-1 has.
     world.with(|state| state.faults.push(("free", Fault::Error(1), 1000)));
-    let failure = resume_onto(DeviceMap::new()).unwrap_err();
+    let failure = resume_onto(&world, &[]).unwrap_err();
     assert!(matches!(failure.cause, Cause::NoRoom { .. }), "{failure}");
     // A refused list is no loss.
     world.with(|state| state.faults.push(("restore", Fault::Error(1), 3)));
-    let failure = resume_onto(to_other()).unwrap_err();
+    let failure = resume_onto(&world, TO_OTHER).unwrap_err();
     assert!(matches!(failure.cause, Cause::NotThere { .. }), "{failure}");
     assert!(matches!(failure.left, Left::Suspended), "{failure}");
     is_suspended(&world, false);
     world.with(|state| state.faults.retain(|(call, ..)| *call == "free"));
-    resume_onto(to_other()).unwrap();
-    assert_eq!(world.with(|state| state.map.clone()), *to_other());
+    resume_onto(&world, TO_OTHER).unwrap();
+    assert_eq!(world.with(|state| state.memory_at[&101].clone()), "GPU-1");
     runs(&world, false);
 }
 
@@ -407,10 +686,11 @@ fn whoever_cannot_ask_the_driver_loses_nothing() {
                 Ok(()) => continue,
                 Err(failure) => failure,
             };
-            assert!(matches!(failure.left, Left::Suspended), "{call}: {failure}");
+            assert!(matches!(failure.left, Left::HalfSuspended), "{call}: {failure}");
             world.with(|state| state.faults.clear());
-            is_suspended(&world, frozen);
-            resume(&world).unwrap();
+            let under_way = entry(&world).unwrap();
+            assert_eq!(under_way.stage, Stage::Resuming);
+            world.run(|parts| resume::repair(parts, &under_way, INIT, &World::limits())).unwrap();
             runs(&world, frozen);
         }
     }
@@ -459,7 +739,19 @@ fn a_suspension_that_fails_too_late_stays_one_where_the_memory_is_taken() {
 fn where_it_is_to_go_is_kept_over_a_second_suspension() {
     let world = suspended_world(1, false);
     let map = DeviceMap::from_iter([("GPU-0".to_owned(), "GPU-1".to_owned())]);
-    world.with(|state| state.entry.as_mut().unwrap().device_map = map.clone());
+    world.with(|state| state.entry.as_mut().unwrap().processes[0].device_map = map.clone());
+    world.with(|state| {
+        state.processes.push(process(150, true));
+        state.cuda.insert(150, Running);
+        state.memory_at.insert(150, "GPU-1".to_owned());
+    });
     suspend(&world).unwrap();
-    assert_eq!(entry(&world).unwrap().device_map, map);
+    assert_eq!(entry(&world).unwrap().processes[0].device_map, map);
+    // One that began there goes back there.
+    resume(&world).unwrap();
+    runs(&world, false);
+    assert_eq!(
+        world.with(|state| state.memory_at.clone()).into_values().collect::<Vec<_>>(),
+        ["GPU-1"; 2]
+    );
 }

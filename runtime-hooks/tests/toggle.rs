@@ -245,16 +245,14 @@ fn suspend(world: &World) -> Result<Entry, Failure> {
             limits: World::limits(),
         };
         let mut progress = Progress::new(Phase::Preflight);
-        suspended::suspend(parts, &request, cuda, &mut progress)
+        suspended::suspend(parts, &request, cuda, &mut progress).map(|done| done.entry)
     })
 }
 
 fn resume_suspended(world: &World, entry: &Entry) -> Result<(), Failure> {
     as_another_process(world);
     let mut progress = Progress::new(Phase::Preflight);
-    world.run(|parts| {
-        suspended::resume(parts, entry, entry.device_map.clone(), &World::limits(), &mut progress)
-    })
+    world.run(|parts| suspended::resume(parts, entry, None, &World::limits(), &mut progress))
 }
 
 #[test]

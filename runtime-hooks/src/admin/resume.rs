@@ -35,7 +35,7 @@ fn resume(config: &Config, asked: &Resume) -> anyhow::Result<String> {
     let _lock = journal.lock(LOCK_PATIENCE).with_context(|| format!("container {id}"))?;
     interrupt::listen()?;
     let mut limits = Limits::new(&config.cuda, None);
-    limits.restore = asked.timeout.unwrap_or(limits.restore);
+    limits.room = asked.timeout.unwrap_or(limits.room);
     let mut tools = Tools::new(&target, config)?;
     let noted = put_right(&mut tools.parts(), &journal, &target, &limits)?;
     let entry = match noted {
@@ -61,13 +61,13 @@ fn devices(
     tools: &mut Tools,
     entry: &Entry,
     asked: &Resume,
-) -> Result<DeviceMap, String> {
+) -> Result<Option<DeviceMap>, String> {
     if asked.to.is_none() && asked.device_map.is_none() {
-        return Ok(entry.device_map.clone());
+        return Ok(None);
     }
-    if !entry.device_map.is_empty() {
+    if entry.moves() {
         return Err(
-            "it was restored onto other GPUs, which is kept in mind: resume it without this"
+            "it is on its way to other GPUs, which is kept in mind: resume it without this"
                 .to_owned(),
         );
     }
@@ -103,7 +103,7 @@ fn devices(
         (None, Some(text)) => remap::parse(text, &facts.gpus)?,
         (None, None) => DeviceMap::new(),
     };
-    remap::plan(&cards, &cards, &wanted)
+    remap::plan(&cards, &cards, &wanted).map(Some)
 }
 
 /// Suspended by somebody who leaves no journal.

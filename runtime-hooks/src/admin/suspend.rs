@@ -10,11 +10,10 @@ use super::progress::Shown;
 use super::target::{Target, Tools};
 use super::{Suspend, show};
 use crate::checkpoint::LOCK_PATIENCE;
-use crate::cuda::CudaState;
 use crate::discover::discover;
 use crate::journal::{Entry, JournalFile, Noted, Stage};
 use crate::parts::{Limits, Parts};
-use crate::suspended::{self, Request};
+use crate::suspended::{self, Request, Suspended};
 use crate::{interrupt, resume};
 
 /// Suspends a container.
@@ -50,11 +49,12 @@ fn suspend(config: &Config, asked: &Suspend) -> anyhow::Result<String> {
     };
     let shown = Shown::start(&format!("suspend of container {id}"), target.journal(config));
     let mut progress = shown.progress();
-    let suspended = suspended::suspend(&mut tools.parts(), &request, cuda, &mut progress)?;
+    let done = suspended::suspend(&mut tools.parts(), &request, cuda, &mut progress)?;
+    let Suspended { entry: suspended, freed } = done;
     let took = shown.elapsed();
     drop(shown);
-    let already = earlier.as_ref().is_some_and(|earlier| has_all(earlier, &suspended));
-    let given = if already { Vec::new() } else { freed(&suspended) };
+    let already = earlier.is_some() && freed.is_empty();
+    let given = by_gpu(&freed);
     Ok(if asked.json {
         let gpus: Vec<_> =
             given.iter().map(|(uuid, bytes)| json!({"uuid": uuid, "bytes": bytes})).collect();
@@ -76,12 +76,6 @@ fn suspend(config: &Config, asked: &Suspend) -> anyhow::Result<String> {
     } else {
         text(id, &suspended, &given, &show::seconds(took), &asked.which)
     })
-}
-
-/// Whether all processes of a suspension were there at an earlier one.
-fn has_all(earlier: &Entry, now: &Entry) -> bool {
-    let known = |noted: &Noted| earlier.processes.iter().any(|earlier| earlier.id == noted.id);
-    now.processes.iter().all(known)
 }
 
 /// Puts right what a killed operation has left; gives what is noted of a suspended container.
@@ -110,10 +104,9 @@ pub(super) fn put_right(
 }
 
 /// The GPUs that are free of it, with bytes as far as they are known.
-fn freed(entry: &Entry) -> Vec<(String, u64)> {
+fn by_gpu(freed: &[Noted]) -> Vec<(String, u64)> {
     let mut gpus = std::collections::BTreeMap::<&str, u64>::new();
-    let moved = |noted: &&Noted| noted.found != CudaState::Checkpointed;
-    for (uuid, bytes) in entry.processes.iter().filter(moved).flat_map(|noted| &noted.uses.gpus) {
+    for (uuid, bytes) in freed.iter().flat_map(|noted| &noted.uses.gpus) {
         *gpus.entry(uuid).or_default() += bytes.unwrap_or_default();
     }
     gpus.into_iter().map(|(uuid, bytes)| (uuid.to_owned(), bytes)).collect()

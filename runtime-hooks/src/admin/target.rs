@@ -16,7 +16,9 @@ use crate::container::Container;
 use crate::containers::{self, Place};
 use crate::cuda::client::HelperDriver;
 use crate::freezer::Freezer as _;
+use crate::gpu_locks::LockFiles;
 use crate::hold::Tracer;
+use crate::host_memory::HostMemoryOf;
 use crate::image::ImageDirectory;
 use crate::journal::JournalFile;
 use crate::parts::Parts;
@@ -89,6 +91,8 @@ pub(super) struct Tools {
     processes: CgroupProcesses,
     driver: HelperDriver,
     hold: Tracer,
+    memory: HostMemoryOf,
+    gpu_locks: LockFiles,
     runtime: Box<dyn Runtime>,
     image: ImageDirectory,
     journal: JournalFile,
@@ -107,6 +111,8 @@ impl Tools {
             processes: CgroupProcesses::new(directory, init)?,
             driver: HelperDriver::new(Program::this(), &config.cuda),
             hold: Tracer::new(Program::this(), Some(container.cgroup.clone())),
+            memory: HostMemoryOf::new(init, config.cuda.check_host_memory),
+            gpu_locks: LockFiles::new(&config.state.directory),
             runtime,
             image: ImageDirectory::new(PathBuf::new()),
             journal: target.journal(config),
@@ -124,6 +130,8 @@ impl Tools {
             runtime: self.runtime.as_mut(),
             image: &mut self.image,
             journal: &mut self.journal,
+            memory: &self.memory,
+            gpu_locks: &self.gpu_locks,
             interrupted: &interrupt::interrupted,
         }
     }

@@ -69,6 +69,13 @@ impl CudaState {
             other => Self::Unknown(other),
         }
     }
+
+    /// CHECKPOINTING or RESTORING, which CUDA 13.4 and later tell (read in its `cuda.h`): another state
+    /// follows by itself.
+    #[must_use]
+    pub const fn passes(self) -> bool {
+        matches!(self, Self::Unknown(4 | 5))
+    }
 }
 
 impl fmt::Display for CudaState {

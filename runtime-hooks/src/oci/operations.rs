@@ -20,7 +20,9 @@ use crate::cuda::client::HelperDriver;
 use crate::discover::discover;
 use crate::error::{Cause, Failure, Left, Phase, chain};
 use crate::freezer::Freezer as _;
+use crate::gpu_locks::LockFiles;
 use crate::hold::Tracer;
+use crate::host_memory::HostMemoryOf;
 use crate::image::{self, ImageDirectory};
 use crate::interrupt;
 use crate::job::bundle::{Exec, detach_stale};
@@ -154,6 +156,7 @@ pub(super) fn restore(context: &Context<'_>) -> anyhow::Result<ExitCode> {
         container: &mut bundle,
         job: &mut job,
         restored: &restored,
+        gpu_locks: &tools.gpu_locks,
         interrupted: &interrupt::interrupted,
     };
     let request = restore::Request {
@@ -208,7 +211,9 @@ pub(super) fn resume(context: &Context<'_>) -> anyhow::Result<ExitCode> {
         // Paused and resumed like any other, and suspended all the while.
         match context.become_runtime()? {}
     }
-    if entry.frozen && entry.init == container.init {
+    // What cannot be brought back by a suspend or resume that was killed stays suspended.
+    let may_stay = matches!(entry.stage, Stage::Freeing | Stage::Resuming);
+    if entry.frozen && !may_stay && entry.init == container.init {
         resume::resume(&mut world.parts(), &entry, &limits)?;
         return Ok(ExitCode::SUCCESS);
     }
@@ -315,16 +320,23 @@ pub(super) fn exec_in_job(context: &Context<'_>) -> anyhow::Result<ExitCode> {
     match context.execute(&mut command)? {}
 }
 
-/// Before `pause` and `exec`: puts right what a killed operation left behind. One that is under
-/// way, or a paused container that awaits its resume, is left alone.
+/// Before `pause` and `exec`: puts right what a killed operation left behind. A paused container that
+/// awaits its resume is left alone, and so is one with an operation under way. That one is not paused: a
+/// frozen process answers no call of the driver, and an operation that fails could not tell this pause
+/// from its own.
 pub(super) fn repair_first(context: &Context<'_>) -> anyhow::Result<()> {
     let journal = context.journal();
     if !journal.exists() {
         return Ok(());
     }
+    let operation = if context.line.subcommand == "pause" { "pause" } else { "exec" };
     let _lock = match journal.lock(Duration::ZERO) {
         Ok(lock) => lock,
-        Err(JournalError::Busy) => return Ok(()),
+        Err(JournalError::Busy) if operation == "exec" => return Ok(()),
+        Err(JournalError::Busy) => match journal.lock(LOCK_PATIENCE) {
+            Ok(lock) => lock,
+            Err(error) => return Err(untouched(context, operation, error.into())),
+        },
         Err(error) => return Err(untouched(context, "repair", error.into())),
     };
     let entry = journal.load().map_err(|error| untouched(context, "repair", error.into()))?;
@@ -374,6 +386,8 @@ impl Context<'_> {
 struct Tools {
     driver: HelperDriver,
     hold: Tracer,
+    gpu_locks: LockFiles,
+    check_host_memory: bool,
     runc: Runc,
     journal: JournalFile,
     image: ImageDirectory,
@@ -388,6 +402,8 @@ impl Tools {
         Ok(Self {
             driver: HelperDriver::new(Program::this(), &context.config.cuda),
             hold: Tracer::new(Program::this(), None),
+            gpu_locks: LockFiles::new(&context.config.state.directory),
+            check_host_memory: context.config.cuda.check_host_memory,
             runc,
             journal,
             image: ImageDirectory::new(PathBuf::new()),
@@ -416,6 +432,7 @@ fn criu_config_file(context: &Context<'_>) -> anyhow::Result<Option<PathBuf>> {
 struct World<'a> {
     container: Container,
     processes: CgroupProcesses,
+    memory: HostMemoryOf,
     tools: &'a mut Tools,
 }
 
@@ -423,7 +440,8 @@ impl<'a> World<'a> {
     fn of(container: &Container, processes: CgroupProcesses, tools: &'a mut Tools) -> Self {
         tools.hold = Tracer::new(Program::this(), Some(container.cgroup.clone()));
         tools.runc.init = Some(container.init);
-        Self { container: container.clone(), processes, tools }
+        let memory = HostMemoryOf::new(container.init.pid, tools.check_host_memory);
+        Self { container: container.clone(), processes, memory, tools }
     }
 
     fn parts(&mut self) -> Parts<'_> {
@@ -435,6 +453,8 @@ impl<'a> World<'a> {
             runtime: &mut self.tools.runc,
             image: &mut self.tools.image,
             journal: &mut self.tools.journal,
+            memory: &self.memory,
+            gpu_locks: &self.tools.gpu_locks,
             interrupted: &interrupt::interrupted,
         }
     }

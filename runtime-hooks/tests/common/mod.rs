@@ -8,7 +8,8 @@
 #![allow(clippy::unwrap_used, reason = "these are tests")]
 
 use std::cell::RefCell;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
+use std::io;
 use std::path::Path;
 use std::rc::Rc;
 use std::time::Duration;
@@ -25,7 +26,9 @@ use stasis_hooks::cuda::{
 };
 use stasis_hooks::error::{Cause, Failure};
 use stasis_hooks::freezer::{Freezer, FreezerError};
+use stasis_hooks::gpu_locks::{GpuLocks, Locked};
 use stasis_hooks::hold::{Hold, HoldError, Keep, Target};
+use stasis_hooks::host_memory::{HostMemory, Room};
 use stasis_hooks::image::Image;
 use stasis_hooks::job::{Found, JobError};
 use stasis_hooks::journal::{Entry, Journal, JournalError};
@@ -116,6 +119,26 @@ pub struct State {
     pub joined: Option<Job>,
     /// Where a restore goes.
     pub map: Vec<(String, String)>,
+    /// For whom each restore was made, and where it went.
+    pub restored_to: Vec<(Vec<Pid>, Vec<(String, String)>)>,
+    /// What host memory has room for.
+    pub host_memory: u64,
+    /// What each uses of a GPU from now on; else 100 bytes.
+    pub bytes: BTreeMap<Pid, u64>,
+    /// Which GPUs' locks were asked for.
+    pub gpus_locked: Vec<Vec<String>>,
+    /// Somebody else pauses the container when the named call is made.
+    pub paused_at: Option<&'static str>,
+    /// Somebody has, and nothing answers.
+    pub paused_by_other: bool,
+    /// What each uses once it was locked.
+    pub grows: BTreeMap<Pid, u64>,
+    /// Where the memory of each is; GPU-0 at first.
+    pub memory_at: BTreeMap<Pid, String>,
+    /// Whose restore the driver refuses.
+    pub stuck: Vec<Pid>,
+    /// So often the driver says that it is still at work.
+    pub passes: u32,
     /// What each call of the driver was made for, in order.
     pub asked: Vec<(&'static str, Vec<Pid>)>,
 }
@@ -188,6 +211,16 @@ impl World {
             jobs_change_at: None,
             joined: None,
             map: Vec::new(),
+            restored_to: Vec::new(),
+            host_memory: u64::MAX,
+            bytes: BTreeMap::new(),
+            gpus_locked: Vec::new(),
+            paused_at: None,
+            paused_by_other: false,
+            grows: BTreeMap::new(),
+            memory_at: BTreeMap::new(),
+            stuck: Vec::new(),
+            passes: 0,
             asked: Vec::new(),
         })))
     }
@@ -248,6 +281,7 @@ impl World {
         Limits {
             lock: Duration::from_millis(300),
             checkpoint: Duration::from_secs(5),
+            room: Duration::from_millis(700),
             restore: Duration::from_millis(700),
         }
     }
@@ -265,6 +299,8 @@ impl World {
             runtime: &mut runtime,
             image: &mut image,
             journal: &mut journal,
+            memory: self,
+            gpu_locks: self,
             interrupted: &interrupted,
         })
     }
@@ -365,9 +401,19 @@ impl World {
         to: CudaState,
     ) -> Answers<()> {
         let fault = if pids.is_empty() { None } else { self.note(name) };
+        if self.paused(name) {
+            let late = || Err(DriverError::Deadline { call, after: Duration::ZERO });
+            return pids.iter().map(|pid| (*pid, late())).collect();
+        }
         self.with(|state| {
             if !pids.is_empty() {
                 state.asked.push((name, pids.to_vec()));
+            }
+            if name == "lock" {
+                state.bytes.append(&mut state.grows.clone());
+            }
+            if name == "restore" {
+                state.restored_to.push((pids.to_vec(), state.map.clone()));
             }
             // One whose file was exchanged is still in the first.
             let exchanged = state.jobs_change_at.is_some();
@@ -425,12 +471,21 @@ impl World {
                             *left = left.saturating_sub(1);
                             waits
                         });
+                    let at = state.memory_at.get(pid).map_or("GPU-0", String::as_str);
+                    let to_gpu = state.map.iter().find(|(from, _)| from == at).map(|(_, to)| to);
                     let answer = if current != from {
                         refused(401)
+                    } else if name == "restore" && state.stuck.contains(pid) {
+                        refused(999)
+                    } else if name == "restore" && !state.map.is_empty() && to_gpu.is_none() {
+                        refused(1)
                     } else if works && (alone || waiting || ahead) {
                         refused(600)
                     } else {
                         if works {
+                            if let ("restore", Some(gpu)) = (name, to_gpu) {
+                                state.memory_at.insert(*pid, gpu.clone());
+                            }
                             state.cuda.insert(*pid, to);
                         }
                         match fault {
@@ -517,6 +572,16 @@ impl World {
         })
     }
 
+    /// Whether somebody has paused the container, so that no call is answered.
+    fn paused(&self, call: &'static str) -> bool {
+        self.with(|state| {
+            if state.paused_at == Some(call) {
+                (state.paused_at, state.frozen, state.paused_by_other) = (None, true, true);
+            }
+            state.paused_by_other && state.frozen
+        })
+    }
+
     fn toggles(&self) -> bool {
         self.with(|state| state.steps == Steps::Toggle)
     }
@@ -576,13 +641,23 @@ impl Driver for World {
 
     fn states(&mut self, pids: &[Pid], _: Duration) -> Answers<CudaState> {
         let fault = if pids.is_empty() { None } else { self.note("states") };
+        let fault = if self.paused("states") { Some(Fault::Hang) } else { fault };
         self.with(|state| {
+            if fault == Some(Fault::Hang) {
+                let late =
+                    || Err(DriverError::Deadline { call: Call::State, after: Duration::ZERO });
+                return pids.iter().map(|pid| (*pid, late())).collect();
+            }
             assert!(!state.frozen || pids.is_empty(), "get-state of a frozen process would hang");
             pids.iter()
                 .map(|pid| {
                     let answer = match (fault, state.cuda.get(pid)) {
                         (None, Some(found)) if state.steps == Steps::Toggle => {
                             Ok(state.sides.state(*pid, told(*found)))
+                        }
+                        (None, Some(_)) if state.passes > 0 => {
+                            state.passes -= 1;
+                            Ok(CudaState::Unknown(5))
                         }
                         (None, Some(found)) => Ok(*found),
                         (None, None) => {
@@ -712,13 +787,40 @@ impl Driver for World {
         if self.with(|state| state.usage_is_unknown) {
             return None;
         }
-        let used = GpuUse { gpus: vec![("GPU-0".to_owned(), Some(100))] };
-        Some(pids.iter().map(|pid| (*pid, used.clone())).collect())
+        let used = |pid: &Pid| {
+            let bytes = self.with(|state| state.bytes.get(pid).copied().unwrap_or(100));
+            let at = self.with(|state| state.memory_at.get(pid).cloned());
+            GpuUse { gpus: vec![(at.unwrap_or_else(|| "GPU-0".to_owned()), Some(bytes))] }
+        };
+        // One that is CHECKPOINTED uses none.
+        let on_gpu =
+            |pid: &&Pid| self.with(|state| state.cuda.get(*pid) != Some(&CudaState::Checkpointed));
+        Some(pids.iter().filter(on_gpu).map(|pid| (*pid, used(pid))).collect())
     }
 
     fn free_memory(&mut self) -> Option<BTreeMap<String, u64>> {
         let free = if self.note("free").is_some() { 0 } else { 1000 };
-        Some([("GPU-0".to_owned(), free)].into())
+        Some([("GPU-0".to_owned(), free), ("GPU-1".to_owned(), 1000)].into())
+    }
+}
+
+impl HostMemory for World {
+    fn room(&self) -> Option<Room> {
+        let bytes = self.with(|state| state.host_memory);
+        Some(Room { bytes, of: "cgroup /x".to_owned() })
+    }
+}
+
+impl GpuLocks for World {
+    fn try_lock(&self, gpus: &BTreeSet<&str>) -> io::Result<Option<Locked>> {
+        self.with(|state| {
+            state.gpus_locked.push(gpus.iter().map(|gpu| (*gpu).to_owned()).collect());
+        });
+        match self.note("gpu-lock") {
+            None => Ok(Some(Locked::default())),
+            Some(Fault::Error(_)) => Err(io::Error::other("no space left")),
+            Some(_) => Ok(None),
+        }
     }
 }
 
@@ -1019,6 +1121,7 @@ pub fn restore_as(world: &World, manifest: &Manifest, suspended: bool) -> Result
         container: &mut container,
         job: &mut job,
         restored: &found,
+        gpu_locks: world,
         interrupted: &|| world.with(|state| state.interrupted),
     };
     let (container, image) = ("c1", "/image".as_ref());

@@ -1,12 +1,17 @@
 //! All of a container's processes are suspended, or none.
 
+use std::fs::{self, File};
+use std::process::Stdio;
+use std::time::Duration;
+
 use anyhow::{Result, ensure};
 use stasis_integration::case::{Case, Container, PORT};
 use stasis_integration::runtime::Settings;
-use stasis_integration::udp;
+use stasis_integration::{command, processes, udp, wait};
 
-use super::{Stasis, says};
+use super::{LIMIT, Stasis, says};
 use crate::Test;
+use crate::failures::{LOG, goes_on};
 
 /// The second of them listens there.
 const OTHER: u16 = 10001;
@@ -20,6 +25,7 @@ pub(super) fn tests() -> Vec<Test> {
         Test::new("second_checkpoint_hangs", |case| suspend_fails(case, "checkpoint hang-after")),
         Test::new("second_not_restored", |case| resume_fails(case, "restore error:999")),
         Test::new("second_restore_hangs", |case| resume_fails(case, "restore hang")),
+        Test::new("frozen_meanwhile", frozen_meanwhile),
         Test::new("second_not_unlocked", |case| resume_fails(case, "unlock error:999")),
     ]
 }
@@ -77,6 +83,33 @@ fn suspend_fails(case: &Case<'_>, fault: &str) -> Result<()> {
     two.expect()
 }
 
+/// Somebody freezes the container behind everybody's back, and finds it frozen afterwards.
+fn frozen_meanwhile(case: &Case<'_>) -> Result<()> {
+    case.set(&Settings::default().impatient(3))?;
+    let stasis = Stasis::new(case);
+    let id = case.start_counter(&["--log", LOG, "--tick", "5", "--pattern-mib", "8"])?;
+    case.gpu.configure(&["copy-bytes-per-second=2000000"])?;
+    let freezer = processes::freezer(case.pid(&id)?)?;
+    let said = case.path("said");
+    let mut call = stasis.command(&["suspend", &id]);
+    let mut call = call.stdout(Stdio::null()).stderr(File::create(&said)?).spawn()?;
+    let text = || fs::read_to_string(&said).unwrap_or_default();
+    wait::until("the copy", LIMIT, || Ok(text().contains(": cuda-checkpoint").then_some(())))?;
+    std::thread::sleep(Duration::from_millis(300));
+    fs::write(&freezer, "FROZEN")?;
+    let status = command::wait(&mut call, LIMIT)?;
+    ensure!(status.is_some_and(|status| !status.success()), "{status:?}: {}", text());
+    says(&text(), &["suspend of container", &id, "phase cuda-checkpoint", "is paused as before"])?;
+    ensure!(fs::read_to_string(&freezer)?.trim() == "FROZEN", "it was thawed");
+    stasis.expect_no_journal()?;
+    ensure!(case.gpu.used(0)? > 0, "its memory is not back");
+    let log = case.read(&id, LOG)?;
+    std::thread::sleep(Duration::from_millis(100));
+    ensure!(case.read(&id, LOG)? == log, "the frozen container did something");
+    fs::write(&freezer, "THAWED")?;
+    goes_on(case, &id)
+}
+
 /// Both are suspended as before.
 fn resume_fails(case: &Case<'_>, fault: &str) -> Result<()> {
     case.set(&Settings::default().impatient(5))?;
@@ -84,7 +117,7 @@ fn resume_fails(case: &Case<'_>, fault: &str) -> Result<()> {
     stasis.run(&["suspend", &two.id])?;
     case.gpu.faults(&[&format!("{fault} skip=1")])?;
     let error = stasis.fails(&["resume", &two.id])?;
-    says(&error, &["resume of container", &two.id, "suspended as before and nothing is lost"])?;
+    says(&error, &["resume of container", &two.id, "is suspended and nothing is lost"])?;
     stasis.expect_suspended(&two.id, 2)?;
     case.gpu.heal()?;
     stasis.run(&["resume", &two.id])?;

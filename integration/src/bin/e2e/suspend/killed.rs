@@ -56,6 +56,7 @@ pub(super) fn tests() -> Vec<Test> {
         })
         .collect();
     tests.push(Test::new("killed_while_paused", while_paused));
+    tests.push(Test::new("killed_while_paused_then_resumed_without_room", then_without_room));
     tests.push(Test::new("killed_and_the_container_too", with_its_container));
     tests.push(Test::new("repair_without_need", without_need));
     tests
@@ -144,6 +145,23 @@ fn while_paused(case: &Case<'_>) -> Result<()> {
         two.expect().with_context(context)?;
     }
     Ok(())
+}
+
+/// Its owner resumes it when another one has its memory: it runs, suspended, and is not killed.
+fn then_without_room(case: &Case<'_>) -> Result<()> {
+    case.gpu.configure(&[&format!("memory={}", 64 << 20)])?;
+    let stasis = Stasis::new(case);
+    let pattern = ["--pattern-mib", "40"];
+    let id = case.start_counter(&pattern)?;
+    case.ctr().pause(&id)?;
+    kill(case, "suspend", "checkpoint hang-after", &id)?;
+    let other = case.start_counter(&pattern)?;
+    case.ctr().resume(&id)?;
+    case.expect_status(&id, Status::Running)?;
+    stasis.expect_suspended(&id, 1)?;
+    case.remove(&other)?;
+    stasis.run(&["resume", &id])?;
+    case.expect(&id, 102)
 }
 
 /// What is gone needs no repair.

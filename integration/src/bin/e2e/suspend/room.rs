@@ -1,9 +1,15 @@
 //! Containers that take turns on one GPU.
 
-use std::time::Duration;
+use std::fs::{self, File};
+use std::process::Stdio;
+use std::time::{Duration, Instant};
 
-use anyhow::{Result, ensure};
+use anyhow::{Context as _, Result, bail, ensure};
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
 use stasis_integration::case::{Case, Container};
+use stasis_integration::ctr::Checkpoint;
+use stasis_integration::runtime::Settings;
 use stasis_integration::{command, wait};
 
 use super::{LIMIT, Stasis, says};
@@ -20,6 +26,9 @@ pub(super) fn tests() -> Vec<Test> {
         Test::new("two_take_turns", take_turns),
         Test::new("resume_waits_for_room", waits),
         Test::new("resume_without_room", without_room),
+        Test::new("two_resumes_at_once", at_once),
+        Test::new("resume_interrupted", interrupted),
+        Test::new("host_memory", host_memory),
     ]
 }
 
@@ -79,7 +88,7 @@ fn without_room(case: &Case<'_>) -> Result<()> {
                 "GPU-",
                 "MiB free and",
                 "MiB are needed",
-                "suspended as before and nothing is lost",
+                "is suspended and nothing is lost",
             ],
         )?;
         let seen = stasis.seen(&first)?.unwrap_or_default();
@@ -93,6 +102,81 @@ fn without_room(case: &Case<'_>) -> Result<()> {
     case.remove(&first)?;
     stasis.run(&["resume", &second])?;
     case.expect(&second, 103)
+}
+
+/// There is room for one of them, and both look for it at the same moment.
+fn at_once(case: &Case<'_>) -> Result<()> {
+    let (stasis, first, second) = two(case)?;
+    stasis.run(&["suspend", &second])?;
+    let mut counts = [(&first, 101), (&second, 101)];
+    for _ in 0..5 {
+        let calls: Vec<_> = [&first, &second]
+            .into_iter()
+            .map(|id| {
+                let mut call = stasis.command(&["resume", id, "--timeout", "500ms"]);
+                let said = case.path(id);
+                call.stdout(Stdio::null()).stderr(File::create(&said)?);
+                Ok((id, said, call.spawn()?))
+            })
+            .collect::<Result<_>>()?;
+        let mut resumed = Vec::new();
+        for (id, said, mut call) in calls {
+            let status = command::wait(&mut call, LIMIT)?;
+            if status.is_some_and(|status| status.success()) {
+                resumed.push(id);
+            } else {
+                let said = fs::read_to_string(said)?;
+                says(&said, &["MiB are needed", "is suspended and nothing is lost"])?;
+                stasis.expect_suspended(id, 1)?;
+            }
+        }
+        let [one] = resumed.as_slice() else { bail!("resumed: {resumed:?}") };
+        for (_, count) in counts.iter_mut().filter(|(id, _)| id == one) {
+            *count += 1;
+            case.expect(one, *count)?;
+        }
+        stasis.run(&["suspend", one])?;
+    }
+    Ok(())
+}
+
+fn interrupted(case: &Case<'_>) -> Result<()> {
+    let (stasis, first, second) = two(case)?;
+    let said = case.path("said");
+    let mut call = stasis.command(&["resume", &first, "--timeout", "60s"]);
+    let mut call = call.stdout(Stdio::null()).stderr(File::create(&said)?).spawn()?;
+    let text = || fs::read_to_string(&said).unwrap_or_default();
+    wait::until("the wait", LIMIT, || Ok(text().contains(": cuda-restore").then_some(())))?;
+    std::thread::sleep(Duration::from_millis(300));
+    let since = Instant::now();
+    kill(Pid::from_raw(i32::try_from(call.id())?), Signal::SIGINT)?;
+    let status = command::wait(&mut call, LIMIT)?.context("it did not end")?;
+    ensure!(status.code() == Some(1), "it ended with {status}: {}", text());
+    ensure!(since.elapsed() < Duration::from_secs(20), "after {:?}", since.elapsed());
+    says(&text(), &["interrupted", "is suspended and nothing is lost"])?;
+    stasis.expect_suspended(&first, 1)?;
+    case.remove(&second)?;
+    stasis.run(&["resume", &first])?;
+    case.expect(&first, 102)
+}
+
+/// What its cgroup would not hold is refused, unless its owner wants it tried.
+fn host_memory(case: &Case<'_>) -> Result<()> {
+    let stasis = Stasis::new(case);
+    let container = Container::counter(&["--pattern-mib", MOST]).limited(96 << 20);
+    let id = case.start(&container)?;
+    case.expect(&id, 101)?;
+    let words = ["host memory", "cgroup /sys/fs/cgroup/memory/", "check-host-memory", "not touched"];
+    says(&stasis.fails(&["suspend", &id])?, &words)?;
+    case.expect(&id, 102)?;
+    let image = || Checkpoint { image: Some(case.path("image")), ..Checkpoint::default() };
+    says(&case.checkpoint_fails(&id, &image())?, &words)?;
+    case.expect(&id, 103)?;
+    stasis.expect_no_journal()?;
+    case.set(&Settings::default().with("cuda", "check-host-memory", "false"))?;
+    stasis.run(&["suspend", &id])?;
+    stasis.run(&["resume", &id])?;
+    case.expect(&id, 104)
 }
 
 /// Until its time is over.

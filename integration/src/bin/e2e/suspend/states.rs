@@ -19,10 +19,11 @@ use crate::{Test, consecutive};
 type Body = fn(&Case<'_>) -> Result<()>;
 
 pub(super) fn tests(word: &str) -> Vec<Test> {
-    let tests: [(&str, Body); 11] = [
+    let tests: [(&str, Body); 12] = [
         ("suspended_is_paused_and_resumed", paused_and_resumed),
         ("paused_is_suspended", paused_is_suspended),
         ("paused_all_the_while", paused_all_the_while),
+        ("pause_meanwhile", pause_meanwhile),
         ("ended_by_kill", killed),
         ("killed_meanwhile", killed_meanwhile),
         ("deleted", deleted),
@@ -104,6 +105,33 @@ fn paused_all_the_while(case: &Case<'_>) -> Result<()> {
     says(&error, &[&id, "is paused, and was not suspended by stasis suspend", "ctr tasks resume"])
         .or_else(|_| says(&error, &[&id, "is paused", "nothing was done"]))?;
     case.ctr().resume(&id)?;
+    goes_on(case, &id)
+}
+
+/// Whoever pauses it in the middle is told to try again: a frozen process answers no call of the driver.
+fn pause_meanwhile(case: &Case<'_>) -> Result<()> {
+    let stasis = Stasis::new(case);
+    let id = case.start_counter(&["--log", LOG, "--tick", "5", "--pattern-mib", "8"])?;
+    case.gpu.configure(&["copy-bytes-per-second=2000000"])?;
+    for verb in ["suspend", "resume"] {
+        let mut call = stasis.command(&[verb, &id]);
+        let mut call = call.stdout(Stdio::null()).stderr(Stdio::null()).spawn()?;
+        let copies = || stasis.seen(&id).ok().flatten();
+        wait::until("the operation", LIMIT, || {
+            Ok(copies().filter(|seen| seen["operation"] != "suspended").map(drop))
+        })?;
+        std::thread::sleep(Duration::from_millis(300));
+        let error = case.ctr().fail(["tasks", "pause", &id])?;
+        ensure!(call.try_wait()?.is_none(), "{verb} was over when it was paused");
+        says(&error, &["pause", &id, "another operation on this container is in progress"])?;
+        let status = command::wait(&mut call, LIMIT)?;
+        ensure!(status.is_some_and(|status| status.success()), "{verb}: {status:?}");
+        case.expect_status(&id, Status::Running)?;
+        // Now it may.
+        case.ctr().pause(&id)?;
+        case.ctr().resume(&id)?;
+    }
+    stasis.expect_no_journal()?;
     goes_on(case, &id)
 }
 
