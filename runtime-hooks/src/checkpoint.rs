@@ -30,6 +30,7 @@ use crate::parts::{CudaProcess, Limits, Parts, Progress};
 use crate::remap;
 use crate::spec;
 use crate::suspend::{STATE, suspend};
+use crate::suspended::recall;
 
 /// What becomes of the container afterwards.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -165,6 +166,7 @@ fn preflight(
 ) -> Result<(DriverFacts, Entry), Cause> {
     if let Some(suspended) = request.suspended {
         refuse_half_moved(suspended)?;
+        recall(parts, suspended);
     }
     let facts = match parts.driver.facts() {
         Ok(facts) => facts,

@@ -130,7 +130,11 @@ pub fn all(roots: &[PathBuf]) -> Vec<Place> {
 
 /// The one container whose id is `name`, or begins with it.
 pub fn find(roots: &[PathBuf], name: &str) -> Result<Place, FindError> {
-    let places = all(roots);
+    choose(&all(roots), roots, name)
+}
+
+/// The same among these, which were looked for in `roots`.
+pub fn choose(places: &[Place], roots: &[PathBuf], name: &str) -> Result<Place, FindError> {
     let whole: Vec<Place> = places.iter().filter(|place| place.id == name).cloned().collect();
     let begun = |place: &&Place| !name.is_empty() && place.id.starts_with(name);
     let mut fitting =
@@ -166,7 +170,7 @@ pub fn of_process(roots: &[PathBuf], pid: Pid) -> Result<(Place, Container), Fin
 pub fn of_cgroup(roots: &[PathBuf], path: &Path) -> Result<Container, FindError> {
     let failed =
         |reason: &str| FindError::Cgroup { path: path.to_owned(), reason: reason.to_owned() };
-    let cgroup = cgroup_at(path).ok_or_else(|| {
+    let cgroup = cgroup(path).ok_or_else(|| {
         failed("there is no such directory with a freezer, nor such a path in /proc/PID/cgroup")
     })?;
     let directory = &cgroup.directory;
@@ -185,7 +189,7 @@ pub fn of_cgroup(roots: &[PathBuf], path: &Path) -> Result<Container, FindError>
             "it is, holds or lies in the cgroup of container {id}: name that"
         )));
     }
-    let oldest = processes_below(directory).into_iter().min_by_key(|process| process.start_time);
+    let oldest = processes(directory).into_iter().min_by_key(|process| process.start_time);
     let init = oldest.ok_or_else(|| failed("it holds no process"))?;
     Ok(Container { id: directory.display().to_string(), init, bundle: PathBuf::new(), cgroup })
 }
@@ -194,10 +198,12 @@ pub fn of_cgroup(roots: &[PathBuf], path: &Path) -> Result<Container, FindError>
 #[must_use]
 pub fn holds_this_process(directory: &Path) -> bool {
     let own = Pid::try_from(std::process::id()).unwrap_or_default();
-    processes_below(directory).iter().any(|process| process.pid == own)
+    processes(directory).iter().any(|process| process.pid == own)
 }
 
-fn cgroup_at(path: &Path) -> Option<Cgroup> {
+/// The cgroup with this path, as [`of_cgroup`] is given it, if it has a freezer.
+#[must_use]
+pub fn cgroup(path: &Path) -> Option<Cgroup> {
     let at = |directory: PathBuf| {
         let version = if directory.join("freezer.state").is_file() {
             CgroupVersion::V1
@@ -218,7 +224,9 @@ fn cgroup_at(path: &Path) -> Option<Cgroup> {
     })
 }
 
-fn processes_below(directory: &Path) -> Vec<ProcessId> {
+/// The processes of a cgroup and of those below it; none if it is not there.
+#[must_use]
+pub fn processes(directory: &Path) -> Vec<ProcessId> {
     let list = fs::read_to_string(directory.join("cgroup.procs")).unwrap_or_default();
     let pids = list.lines().filter_map(|line| line.parse::<Pid>().ok());
     let own = pids.filter_map(|pid| Some(ProcessId { pid, start_time: start_time(pid)? }));
@@ -226,7 +234,7 @@ fn processes_below(directory: &Path) -> Vec<ProcessId> {
     for name in names(directory) {
         let below = directory.join(name);
         if below.is_dir() {
-            found.extend(processes_below(&below));
+            found.extend(processes(&below));
         }
     }
     found

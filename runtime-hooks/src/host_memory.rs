@@ -109,9 +109,11 @@ impl Version {
                 let files = reclaimable(["total_inactive_file", "total_active_file"]);
                 let with_swap = number("memory.memsw.limit_in_bytes").unwrap_or(UNLIMITED);
                 let used_with_swap = number("memory.memsw.usage_in_bytes").unwrap_or(0);
-                left(limit, used, files)
-                    .saturating_add(swap)
-                    .min(left(with_swap, used_with_swap, files))
+                left(limit, used, files).saturating_add(swap).min(left(
+                    with_swap,
+                    used_with_swap,
+                    files,
+                ))
             }
         };
         Some(Room { bytes, of: format!("cgroup {}", directory.display()) })

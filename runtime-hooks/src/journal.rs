@@ -35,6 +35,11 @@ pub struct Entry {
     pub container: String,
     /// Its init process: tells a later container of the same id.
     pub init: ProcessId,
+    /// The root directory of its runtime, as [`JournalFile`] notes it for whoever finds the file: the
+    /// directory that it lies in does not tell. Empty in a journal of a version before, and where it is
+    /// no UTF-8.
+    #[serde(default)]
+    pub root: PathBuf,
     /// How far it is.
     pub stage: Stage,
     /// Whether the container was frozen when the operation began.
@@ -162,6 +167,22 @@ impl Entry {
         Self::new(&self.container, self.init, false, Path::new(""))
     }
 
+    /// The processes that it knows, also those of what it goes back to.
+    pub fn known(&self) -> impl Iterator<Item = ProcessId> {
+        let entries = std::iter::successors(Some(self), |entry| entry.suspended.as_deref());
+        entries.flat_map(|entry| {
+            std::iter::once(entry.init).chain(entry.processes.iter().map(|noted| noted.id))
+        })
+    }
+
+    /// Another process has taken the place of its init, also in what it goes back to.
+    pub fn follow(&mut self, init: ProcessId) {
+        self.init = init;
+        if let Some(suspended) = &mut self.suspended {
+            suspended.follow(init);
+        }
+    }
+
     /// The job that calls to the driver are made in.
     #[must_use]
     pub fn in_job(&self) -> Option<&Job> {
@@ -175,6 +196,7 @@ impl Entry {
             version: VERSION,
             container: container.to_owned(),
             init,
+            root: PathBuf::new(),
             stage: Stage::Suspending,
             frozen,
             freezes: false,
@@ -223,6 +245,27 @@ pub enum JournalError {
         /// Its version.
         found: u32,
     },
+    /// It does not say whose it is.
+    #[error(
+        "the journal {} does not say in which root directory of a runtime its container is, as those of \
+         earlier versions; name that directory with --root",
+        path.display()
+    )]
+    NoRoot {
+        /// Which.
+        path: PathBuf,
+    },
+    /// It says that it is another's.
+    #[error(
+        "the journal {} says that it is of the runtime's root directory {}, and is not where that one's lie",
+        path.display(), root.display()
+    )]
+    Misplaced {
+        /// Which.
+        path: PathBuf,
+        /// Whose it says that it is.
+        root: PathBuf,
+    },
     /// Somebody else is at work.
     #[error("another operation on this container is in progress")]
     Busy,
@@ -231,8 +274,21 @@ pub enum JournalError {
 /// [`Journal`] and lock of one container, as files.
 #[derive(Debug)]
 pub struct JournalFile {
+    /// The runtime's root directory.
+    root: PathBuf,
     directory: PathBuf,
     name: String,
+}
+
+/// A journal that lies in a state directory.
+#[derive(Debug)]
+pub struct Found {
+    /// The file.
+    pub path: PathBuf,
+    /// The container's id, as the file is called.
+    pub id: String,
+    /// What it says. Its `root` is where the container is.
+    pub entry: Result<Entry, JournalError>,
 }
 
 /// While it lives, no other operation on the container begins.
@@ -248,7 +304,46 @@ impl JournalFile {
     pub fn new(state: &Path, runtime_root: &Path, id: &str) -> Self {
         let root = resolved(runtime_root);
         let directory = state.join(root_name(&root));
-        Self { directory, name: id.to_owned() }
+        Self { root, directory, name: id.to_owned() }
+    }
+
+    /// All journals of a state directory, in order, also of runtimes that nobody has told this command
+    /// of. One that cannot be used is among them, with the reason. Nothing is locked: it may be gone, or
+    /// be another, when it is.
+    #[must_use]
+    pub fn all(state: &Path) -> Vec<Found> {
+        let mut found: Vec<Found> = entries(state)
+            .filter(|directory| {
+                directory.file_name().and_then(|name| name.to_str()).is_some_and(is_root_name)
+            })
+            .flat_map(|directory| entries(&directory))
+            .filter_map(Self::found)
+            .collect();
+        found.sort_by(|one, other| one.path.cmp(&other.path));
+        found
+    }
+
+    /// None if the file is none of these, or was removed meanwhile.
+    fn found(path: PathBuf) -> Option<Found> {
+        let id = path.file_name()?.to_str()?.strip_suffix(".json")?.to_owned();
+        let entry = load(&path).and_then(|entry| {
+            let Some(entry) = entry else { return Ok(None) };
+            if entry.root.as_os_str().is_empty() {
+                return Err(JournalError::NoRoot { path: path.clone() });
+            }
+            let own = root_name(&entry.root);
+            if path.parent().and_then(Path::file_name) != Some(own.as_ref()) {
+                return Err(JournalError::Misplaced { path: path.clone(), root: entry.root });
+            }
+            Ok(Some(entry))
+        });
+        Some(Found { id, entry: entry.transpose()?, path })
+    }
+
+    /// The file, which need not be there.
+    #[must_use]
+    pub fn file(&self) -> PathBuf {
+        self.path("json")
     }
 
     fn path(&self, suffix: &str) -> PathBuf {
@@ -324,18 +419,7 @@ impl JournalFile {
 
     /// The entry, if there is one.
     pub fn load(&self) -> Result<Option<Entry>, JournalError> {
-        let path = self.path("json");
-        let text = match fs::read(&path) {
-            Ok(text) => text,
-            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
-            Err(source) => return Err(JournalError::File { path, source }),
-        };
-        let entry: Entry = serde_json::from_slice(&text)
-            .map_err(|source| JournalError::Format { path: path.clone(), source })?;
-        if entry.version != VERSION {
-            return Err(JournalError::Version { path, found: entry.version });
-        }
-        Ok(Some(entry))
+        load(&self.path("json"))
     }
 
     /// The container is gone: nothing of it is kept.
@@ -346,10 +430,32 @@ impl JournalFile {
     }
 }
 
+fn load(path: &Path) -> Result<Option<Entry>, JournalError> {
+    let path = path.to_owned();
+    let text = match fs::read(&path) {
+        Ok(text) => text,
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+        Err(source) => return Err(JournalError::File { path, source }),
+    };
+    let entry: Entry = serde_json::from_slice(&text)
+        .map_err(|source| JournalError::Format { path: path.clone(), source })?;
+    if entry.version != VERSION {
+        return Err(JournalError::Version { path, found: entry.version });
+    }
+    Ok(Some(entry))
+}
+
+/// What is in a directory; nothing if it cannot be read.
+fn entries(directory: &Path) -> impl Iterator<Item = PathBuf> + use<> {
+    fs::read_dir(directory).into_iter().flatten().flatten().map(|entry| entry.path())
+}
+
 impl Journal for JournalFile {
     fn save(&mut self, entry: &Entry) -> Result<(), JournalError> {
         let new = self.path("json.new");
-        let text = serde_json::to_vec(entry)
+        // JSON has no other.
+        let root = self.root.to_str().map(PathBuf::from).unwrap_or_default();
+        let text = serde_json::to_vec(&Entry { root, ..entry.clone() })
             .map_err(|source| JournalError::Format { path: new.clone(), source })?;
         let written = OpenOptions::new()
             .create(true)
@@ -411,6 +517,11 @@ fn root_name(root: &Path) -> String {
     format!("{hash:016x}")
 }
 
+/// Whether a directory may have been named by [`root_name`].
+fn is_root_name(name: &str) -> bool {
+    name.len() == 16 && name.bytes().all(|byte| byte.is_ascii_hexdigit())
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -431,7 +542,8 @@ mod tests {
         let _lock = journal.lock(Duration::ZERO).unwrap();
         assert!(!journal.exists());
         journal.save(&entry()).unwrap();
-        assert_eq!(journal.load().unwrap(), Some(entry()));
+        let saved = Entry { root: "/run/runc".into(), ..entry() };
+        assert_eq!(journal.load().unwrap(), Some(saved));
         journal.clear().unwrap();
         journal.clear().unwrap();
         assert_eq!(journal.load().unwrap(), None);
@@ -486,6 +598,84 @@ mod tests {
         let newer = Entry { version: 9, ..entry() };
         journal.save(&newer).unwrap();
         assert!(journal.load().unwrap_err().to_string().contains("version 9"));
+    }
+
+    fn saved(state: &Path, root: &Path, id: &str) -> JournalFile {
+        let mut journal = JournalFile::new(state, root, id);
+        let _lock = journal.lock(Duration::ZERO).unwrap();
+        let container = id.to_owned();
+        journal.save(&Entry { container, ..entry() }).unwrap();
+        journal
+    }
+
+    #[test]
+    fn all_journals_are_found_with_the_roots_that_they_are_of() {
+        let (state, host) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+        let (root, link) = (host.path().join("a"), host.path().join("link"));
+        fs::create_dir(&root).unwrap();
+        std::os::unix::fs::symlink(&root, &link).unwrap();
+        let mut expected = vec![
+            (saved(state.path(), &link, "c1.json").file(), "c1.json", root.clone()),
+            (saved(state.path(), &root, "c2").file(), "c2", root.clone()),
+            (saved(state.path(), Path::new("/no/such"), "c1").file(), "c1", "/no/such".into()),
+        ];
+        expected.sort();
+        // What else lies there.
+        fs::write(expected[0].0.with_extension("json.new"), "{}").unwrap();
+        fs::create_dir(state.path().join("no-criu-plugins")).unwrap();
+        fs::write(state.path().join("no-criu-plugins/x.json"), "{}").unwrap();
+        fs::write(state.path().join("0123456789abcdef"), "").unwrap();
+        let found: Vec<_> = JournalFile::all(state.path())
+            .into_iter()
+            .map(|found| (found.path, found.id, found.entry.unwrap().root))
+            .collect();
+        let expected: Vec<_> =
+            expected.into_iter().map(|(path, id, root)| (path, id.to_owned(), root)).collect();
+        assert_eq!(found, expected);
+        assert!(JournalFile::all(&state.path().join("none")).is_empty());
+    }
+
+    #[test]
+    fn one_that_cannot_be_used_is_found_with_the_reason() {
+        let state = tempfile::tempdir().unwrap();
+        let root = Path::new("/no/such");
+        let journal = saved(state.path(), root, "c1");
+        let why = || {
+            let mut all = JournalFile::all(state.path());
+            assert_eq!((all.len(), all[0].id.as_str()), (1, "c1"));
+            all.remove(0).entry.unwrap_err()
+        };
+        let text = fs::read_to_string(journal.file()).unwrap();
+        // As versions before have written it.
+        fs::write(journal.file(), text.replace("\"root\":\"/no/such\",", "")).unwrap();
+        assert_eq!(journal.load().unwrap().unwrap().root, Path::new(""));
+        assert!(matches!(why(), JournalError::NoRoot { .. }));
+        assert!(why().to_string().contains("--root"));
+        fs::write(journal.file(), text.replace("/no/such", "/elsewhere")).unwrap();
+        assert!(matches!(why(), JournalError::Misplaced { .. }));
+        fs::write(journal.file(), "{").unwrap();
+        assert!(matches!(why(), JournalError::Format { .. }));
+    }
+
+    #[test]
+    fn what_it_goes_back_to_has_the_same_init() {
+        let id = |pid| ProcessId { pid, start_time: 8 };
+        let earlier = entry().as_suspended(false);
+        let mut under_way = Entry::new("c1", id(7), false, Path::new(""));
+        under_way.suspended = Some(Box::new(earlier));
+        under_way.processes.push(Noted { id: id(9), ..entry().processes.remove(0) });
+        under_way.follow(id(11));
+        let known: Vec<_> = under_way.known().collect();
+        assert_eq!(known, [id(11), id(9), id(11), id(7)]);
+    }
+
+    #[test]
+    fn a_root_that_is_no_utf8_is_no_reason_to_fail() {
+        use std::os::unix::ffi::OsStrExt as _;
+        let state = tempfile::tempdir().unwrap();
+        let root = Path::new(std::ffi::OsStr::from_bytes(b"/no/\xff"));
+        let journal = saved(state.path(), root, "c1");
+        assert_eq!(journal.load().unwrap().unwrap().root, Path::new(""));
     }
 
     #[test]

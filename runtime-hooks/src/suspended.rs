@@ -90,6 +90,9 @@ fn preflight(
 ) -> Result<(DriverFacts, Entry), Cause> {
     let facts = parts.driver.facts().map_err(Cause::NoDriver)?;
     require_actions(&facts)?;
+    if let Some(earlier) = request.earlier {
+        recall(parts, earlier);
+    }
     find_uses(parts, cuda);
     host_memory(parts, cuda)?;
     let init = request.container.init;
@@ -101,6 +104,13 @@ fn preflight(
     entry.suspended = request.earlier.cloned().map(Box::new);
     parts.journal.save(&entry)?;
     Ok((facts, entry))
+}
+
+/// Tells the driver which processes this entry has left CHECKPOINTED.
+pub(crate) fn recall(parts: &mut Parts<'_>, suspended: &Entry) {
+    let there = suspended.processes.iter().filter(|noted| parts.processes.alive(noted.id));
+    let pids: Vec<Pid> = there.map(|noted| noted.id.pid).collect();
+    parts.driver.recall(&pids);
 }
 
 /// The job that the processes are in, if this driver has jobs.
@@ -191,6 +201,7 @@ pub fn resume(
     under_way.freezes = false;
     under_way.stage = Stage::Resuming;
     under_way.suspended = Some(Box::new(entry.clone()));
+    recall(parts, entry);
     // Without a driver nothing is begun.
     let begun = parts.driver.facts().map_err(Cause::NoDriver).and_then(|_| {
         under_way.frozen = parts.freezer.frozen()?;

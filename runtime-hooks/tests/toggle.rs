@@ -284,6 +284,32 @@ fn a_suspended_container_whose_resume_was_cut_off_locked_is_not_said_to_run() {
     assert!(matches!(failure.left, Left::Killed { .. }), "{failure}");
 }
 
+/// With NVML, say. Who recalls that it was suspended is not misled by that, and not by what it recalls.
+#[test]
+fn one_that_has_opened_a_device_since_is_resumed_by_who_recalls_it() {
+    for (really, lives) in
+        [(CudaState::Checkpointed, true), (CudaState::Running, true), (CudaState::Locked, false)]
+    {
+        let world = world(1, false);
+        let entry = suspend(&world).unwrap();
+        as_another_process(&world);
+        world.with(|state| {
+            if really == CudaState::Checkpointed {
+                state.opened.push(101);
+            }
+            state.cuda.insert(101, really);
+        });
+        let resumed = resume_suspended(&world, &entry);
+        if lives {
+            resumed.unwrap();
+            assert_eq!(world.states(), [CudaState::Running], "{really}");
+        } else {
+            let failure = resumed.unwrap_err();
+            assert!(matches!(failure.left, Left::Killed { .. }), "{failure}");
+        }
+    }
+}
+
 fn image(count: i32) -> Manifest {
     image_of("550.1", count)
 }

@@ -64,9 +64,10 @@ enum Command {
     /// Put right what a killed operation has left behind
     ///
     /// Each container with a journal is brought back to the state from before the operation. The next
-    /// operation on a container does the same by itself.
+    /// operation on a container does the same by itself. The journals tell where the containers are, so
+    /// those under any root directory are found, and cgroups, too.
     Repair {
-        /// Only this container: its id, or the beginning of it
+        /// Only this container: its id, or the beginning of it, or the path of a cgroup
         container: Option<String>,
         #[command(flatten)]
         roots: Roots,

@@ -20,9 +20,9 @@ use crate::gpu_locks::LockFiles;
 use crate::hold::Tracer;
 use crate::host_memory::HostMemoryOf;
 use crate::image::ImageDirectory;
-use crate::journal::JournalFile;
+use crate::journal::{Entry, Journal as _, JournalFile};
 use crate::parts::Parts;
-use crate::processes::{CgroupProcesses, Process, Processes as _};
+use crate::processes::{CgroupProcesses, Process, ProcessId, Processes as _, start_time};
 use crate::runc::criu::{LogStore, Options};
 use crate::runc::{Runc, RuncError, Runtime};
 use crate::{interrupt, spec};
@@ -36,21 +36,49 @@ pub(super) struct Target {
     pub(super) place: Option<Place>,
 }
 
-/// The journal of cgroups that are no containers lies under this root, which no runtime has.
+/// The journals of cgroups that are no containers lie under this root, which no runtime has.
 const CGROUPS: &str = "/sys/fs/cgroup";
+
+/// Where what a journal says that it is of has its place: a cgroup, with its directory as its id, under
+/// [`CGROUPS`].
+pub(super) fn place_of(entry: &Entry, id: String) -> Place {
+    let is_cgroup = entry.root == Path::new(CGROUPS);
+    let id = if is_cgroup { entry.container.clone() } else { id };
+    Place { root: entry.root.clone(), id }
+}
+
+/// Whether that is a cgroup.
+pub(super) fn is_cgroup(place: &Place) -> bool {
+    place.root == Path::new(CGROUPS)
+}
+
+/// The journal of a container, or of a cgroup.
+pub(super) fn journal(config: &Config, place: &Place) -> JournalFile {
+    let state = &config.state.directory;
+    if is_cgroup(place) {
+        JournalFile::new(state, &place.root, &place.id.replace('/', "%"))
+    } else {
+        JournalFile::new(state, &place.root, &place.id)
+    }
+}
 
 impl Target {
     /// The one that the command line names.
     pub(super) fn named(which: &Which) -> anyhow::Result<Self> {
         let roots = containers::roots(&which.roots.given);
         if let Some(cgroup) = &which.cgroup {
-            return Ok(Self { container: containers::of_cgroup(&roots, cgroup)?, place: None });
+            return Self::of_cgroup(&roots, cgroup);
         }
         if let Some(pid) = which.pid {
             return Self::at(containers::of_process(&roots, pid)?.0);
         }
         let Some(name) = &which.container else { bail!("which container?") };
         Self::at(containers::find(&roots, name)?)
+    }
+
+    /// This cgroup, which must not be one of a container below `roots`.
+    pub(super) fn of_cgroup(roots: &[PathBuf], cgroup: &Path) -> anyhow::Result<Self> {
+        Ok(Self { container: containers::of_cgroup(roots, cgroup)?, place: None })
     }
 
     /// The one in this place.
@@ -65,12 +93,36 @@ impl Target {
 
     /// Its journal.
     pub(super) fn journal(&self, config: &Config) -> JournalFile {
-        let state = &config.state.directory;
         match &self.place {
-            Some(place) => JournalFile::new(state, &place.root, &place.id),
-            None => {
-                JournalFile::new(state, Path::new(CGROUPS), &self.container.id.replace('/', "%"))
-            }
+            Some(place) => journal(config, place),
+            None => journal(config, &Place { root: CGROUPS.into(), id: self.container.id.clone() }),
+        }
+    }
+
+    /// A cgroup has no init. Its oldest process is taken for it, which may end, or be joined by an older
+    /// one; the journal is nevertheless this cgroup's as long as one of the processes that it knows is
+    /// in there, and is told which one is the oldest now.
+    fn recognise(&self, journal: &mut JournalFile) -> anyhow::Result<()> {
+        let Container { id, init, cgroup, .. } = &self.container;
+        if self.place.is_some() {
+            return Ok(());
+        }
+        let Some(mut entry) = journal.load()? else { return Ok(()) };
+        if entry.init == *init {
+            return Ok(());
+        }
+        let inside = containers::processes(&cgroup.directory);
+        if entry.known().any(|known| inside.contains(&known)) {
+            entry.follow(*init);
+            return Ok(journal.save(&entry)?);
+        }
+        match alive(&entry) {
+            Some(ProcessId { pid, .. }) => bail!(
+                "pid {pid}, which the journal of {id} knows, runs outside of this cgroup now; move it back \
+                 first; nothing was done"
+            ),
+            // Nothing is left to put right.
+            None => Ok(()),
         }
     }
 
@@ -83,6 +135,11 @@ impl Target {
         let pairs = all.iter().map(|(key, value)| (key.as_str(), value.as_str()));
         Ok(Annotations::parse(pairs, &config.annotations)?)
     }
+}
+
+/// One of the processes that the entry knows, if any still runs.
+pub(super) fn alive(entry: &Entry) -> Option<ProcessId> {
+    entry.known().find(|id| start_time(id.pid) == Some(id.start_time))
 }
 
 /// What a command works with.
@@ -99,9 +156,11 @@ pub(super) struct Tools {
 }
 
 impl Tools {
-    /// Nothing is started yet.
+    /// Nothing is started yet. The lock of the journal is held: that of a cgroup is brought up to date.
     pub(super) fn new(target: &Target, config: &Config) -> anyhow::Result<Self> {
         let container = target.container.clone();
+        let mut journal = target.journal(config);
+        target.recognise(&mut journal)?;
         let (directory, init) = (&container.cgroup.directory, container.init.pid);
         let runtime: Box<dyn Runtime> = match &target.place {
             Some(place) => Box::new(runtime_of(place, &container, config)?),
@@ -115,7 +174,7 @@ impl Tools {
             gpu_locks: LockFiles::new(&config.state.directory),
             runtime,
             image: ImageDirectory::new(PathBuf::new()),
-            journal: target.journal(config),
+            journal,
             container,
         })
     }
@@ -214,5 +273,72 @@ impl Runtime for Signals {
 
     fn delete(&mut self) -> Result<(), RuncError> {
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::container::{Cgroup, CgroupVersion};
+    use std::time::Duration;
+
+    const ENDED: ProcessId = ProcessId { pid: i32::MAX, start_time: 1 };
+
+    /// A cgroup with this process in it, and a journal that knows `known`; what the journal says when it
+    /// was told, or why it was not.
+    fn told(inside: bool, init: ProcessId, known: Option<ProcessId>) -> Result<Entry, String> {
+        let host = tempfile::tempdir().unwrap();
+        let directory = host.path().join("cgroup");
+        fs::create_dir(&directory).unwrap();
+        let own = own();
+        let text = if inside { format!("{}\n", own.pid) } else { String::new() };
+        fs::write(directory.join("cgroup.procs"), text).unwrap();
+        let cgroup = Cgroup { version: CgroupVersion::V2, directory: directory.clone() };
+        let id = directory.display().to_string();
+        let oldest = ProcessId { pid: 3, start_time: 1 };
+        let container = Container { id: id.clone(), init: oldest, bundle: PathBuf::new(), cgroup };
+        let target = Target { container, place: None };
+        let mut config = Config::default();
+        config.state.directory = host.path().join("state");
+        let mut journal = target.journal(&config);
+        let _lock = journal.lock(Duration::ZERO).unwrap();
+        target.recognise(&mut journal).unwrap();
+        assert!(!journal.exists());
+        let mut entry = Entry::new(&id, init, false, Path::new(""));
+        entry.processes.extend(known.map(|id| crate::journal::Noted {
+            id,
+            found: crate::cuda::CudaState::Running,
+            uses: crate::cuda::GpuUse::default(),
+            device_map: crate::remap::DeviceMap::new(),
+        }));
+        entry.suspended = Some(Box::new(entry.clone()));
+        journal.save(&entry).unwrap();
+        target.recognise(&mut journal).map_err(|error| error.to_string())?;
+        let now = journal.load().unwrap().unwrap();
+        assert_eq!(now.suspended.as_ref().unwrap().init, now.init);
+        // It is found again, and is this cgroup's.
+        let found = JournalFile::all(&config.state.directory).remove(0);
+        let place = place_of(&found.entry.unwrap(), found.id);
+        assert!(is_cgroup(&place) && place.id == id, "{place:?}");
+        assert_eq!(super::journal(&config, &place).file(), journal.file());
+        Ok(now)
+    }
+
+    fn own() -> ProcessId {
+        let pid = i32::try_from(std::process::id()).unwrap();
+        ProcessId { pid, start_time: start_time(pid).unwrap() }
+    }
+
+    #[test]
+    fn a_cgroup_is_the_same_as_long_as_one_of_its_processes_is_in_it() {
+        let oldest = ProcessId { pid: 3, start_time: 1 };
+        assert_eq!(told(true, ENDED, Some(own())).unwrap().init, oldest);
+        // An older one has joined.
+        assert_eq!(told(true, own(), None).unwrap().init, oldest);
+        // Others have taken the places of all.
+        let reused = ProcessId { start_time: own().start_time + 1, ..own() };
+        assert_eq!(told(true, ENDED, Some(reused)).unwrap().init, ENDED);
+        let said = told(false, ENDED, Some(own())).unwrap_err();
+        assert!(said.contains(&format!("pid {}, which", own().pid)), "{said}");
     }
 }

@@ -336,8 +336,9 @@ impl Driver for HelperDriver {
     fn lock(&mut self, pids: &[Pid], timeout: Duration, waiting: &mut dyn FnMut()) -> Answers<()> {
         let whole = self.config.checkpoint_timeout;
         let (timeout, limit) = match self.way().unwrap_or_default() {
-            // Its timeout is for those that are late, to come to their end.
-            Way { steps: Steps::Toggle, .. } => (whole, whole + timeout),
+            // They wait for those that are late as long as both steps may take, and not only for this
+            // attempt, which would leave them LOCKED. Then all go back, which takes as long as a restore.
+            Way { steps: Steps::Toggle, .. } => (whole, whole + self.config.restore_timeout),
             Way { utility: true, .. } => (timeout, timeout + GRACE + self.config.init_timeout),
             Way { utility: false, .. } => (timeout, timeout + GRACE),
         };
@@ -382,6 +383,10 @@ impl Driver for HelperDriver {
 
     fn map_devices(&mut self, map: &[(String, String)]) {
         self.device_map = map.to_vec();
+    }
+
+    fn recall(&mut self, suspended: &[Pid]) {
+        self.sides.recall(suspended);
     }
 
     fn join(&mut self, job: Option<&Job>) {
@@ -489,13 +494,14 @@ mod tests {
         let mut driver = HelperDriver::new(program, &config);
         assert_eq!(driver.steps(), Ok(Steps::Toggle));
         let (pids, limit) = ([101, 102, 103], Duration::from_secs(5));
+        driver.recall(&[104]);
         let answers = driver.lock(&pids, limit, &mut || {});
         let call = Call::Toggle;
         let refused = DriverError::Refused { call, error: CudaError::NOT_SUPPORTED };
         assert_eq!(answers[&101], Err(refused));
         assert_eq!(answers[&102], Ok(()));
-        // The time for both steps.
-        let after = config.checkpoint_timeout + limit;
+        // The time for both steps, and for the way back of those that have waited.
+        let after = config.checkpoint_timeout + config.restore_timeout;
         assert_eq!(answers[&103], Err(DriverError::Deadline { call, after }));
         let states = driver.states(&[101, 102, 103, 104], limit);
         let states: Vec<_> = states.into_values().map(Result::unwrap).collect();
@@ -503,8 +509,26 @@ mod tests {
         assert_eq!(states, [unknown, running, unknown, running]);
         let asked = std::fs::read_to_string(directory.path().join("asked")).unwrap();
         let last = asked.lines().last().unwrap();
-        assert!(last.contains("\"checkpointed\":[102]"), "{last}");
+        assert!(last.contains("\"checkpointed\":[102,104]"), "{last}");
         assert!(asked.contains("\"interface\":\"auto\",\"utility\":\"/u\""), "{asked}");
+    }
+
+    /// What the helper is told, by which it ends a toggle.
+    #[test]
+    fn those_that_have_waited_in_vain_get_the_time_of_a_restore_to_go_back() {
+        let directory = tempfile::tempdir().unwrap();
+        let program = Program::at(crate::child::script(directory.path(), TOGGLING));
+        let config = config::Cuda {
+            utility: "/u".into(),
+            checkpoint_timeout: Duration::from_secs(40),
+            restore_timeout: Duration::from_secs(70),
+            ..config::Cuda::default()
+        };
+        let mut driver = HelperDriver::new(program, &config);
+        driver.lock(&[101, 102, 103], Duration::from_secs(2), &mut || {});
+        let asked = std::fs::read_to_string(directory.path().join("asked")).unwrap();
+        let lock = asked.lines().find(|line| line.contains("\"call\":\"lock\"")).unwrap();
+        assert!(lock.contains("\"timeout_ms\":40000,\"limit_ms\":110000,"), "{lock}");
     }
 
     #[test]

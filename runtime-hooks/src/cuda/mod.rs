@@ -419,8 +419,9 @@ pub trait Driver {
     ///
     /// With [`Steps::Toggle`] this checkpoints, too, and takes as long as both may, since the step has
     /// no timeout of its own; one that is CHECKPOINTED stays so. If some are late the others are brought
-    /// back, and `waiting` is called again, since they have to run for those. After a success it is certain that the
-    /// process is not LOCKED, whatever an earlier step had left.
+    /// back, for which there is the time of a restore, and `waiting` is called again, since they have to
+    /// run for those. After a success it is certain that the process is not LOCKED, whatever an earlier
+    /// step had left.
     fn lock(&mut self, pids: &[Pid], timeout: Duration, waiting: &mut dyn FnMut()) -> Answers<()>;
 
     /// Checkpoints all at the same moment.
@@ -444,6 +445,11 @@ pub trait Driver {
     /// From now on a restore puts what was on the first GPU of each pair, by UUID, onto the second. With
     /// no pairs everything goes back to where it was.
     fn map_devices(&mut self, map: &[(String, String)]);
+
+    /// An earlier operation has left these CHECKPOINTED, and they may have opened an NVIDIA device since,
+    /// for something else. It matters only to a driver that cannot be asked ([`Steps::Toggle`]), by which
+    /// they would be taken for RUNNING. It need not be true: what they are asked next says otherwise.
+    fn recall(&mut self, suspended: &[Pid]);
 
     /// From now on every call is made in this job, or in none.
     fn join(&mut self, job: Option<&Job>);

@@ -4,7 +4,7 @@
 
 use std::collections::BTreeSet;
 
-use super::{Call, CudaState, DriverError};
+use super::{Call, CudaError, CudaState, DriverError};
 use crate::processes::Pid;
 
 /// On which side of the toggle processes are, as far as an operation knows.
@@ -34,11 +34,18 @@ impl Sides {
             }
             Err(error) => {
                 self.doubtful.insert(pid);
-                if error.code().is_none() {
+                // 'Illegal state': it is LOCKED, whatever was thought of it.
+                if matches!(error.code(), None | Some(CudaError::ILLEGAL_STATE)) {
                     self.checkpointed.remove(&pid);
                 }
             }
         }
+    }
+
+    /// An earlier operation has left these CHECKPOINTED. One that is not is toggled to there by its
+    /// restore, after which it counts as what its devices say, and is restored again.
+    pub fn recall(&mut self, suspended: &[Pid]) {
+        self.checkpointed.extend(suspended);
     }
 
     /// Those that are known to be CHECKPOINTED.
@@ -59,7 +66,6 @@ impl Sides {
 
 #[cfg(test)]
 mod tests {
-    use super::super::CudaError;
     use super::*;
 
     const REFUSED: Result<(), DriverError> =
@@ -99,6 +105,29 @@ mod tests {
             sides.note(Call::Lock, 7, &Err(back));
             assert_eq!(sides.state(7, CudaState::Running), CudaState::Running);
             assert!(sides.checkpointed().is_empty());
+        }
+    }
+
+    #[test]
+    fn what_is_recalled_counts_until_a_step_says_otherwise() {
+        let refused = |error| Err(DriverError::Refused { call: Call::Toggle, error });
+        for (answer, known, then) in [
+            (Ok(()), false, CudaState::Running),
+            (already(), true, CudaState::Running),
+            // There is no room for it.
+            (refused(CudaError::OUT_OF_MEMORY), true, CudaState::Undetermined),
+            (refused(CudaError::ILLEGAL_STATE), false, CudaState::Undetermined),
+            (lost(), false, CudaState::Undetermined),
+        ] {
+            let mut sides = Sides::default();
+            sides.recall(&[7, 8]);
+            assert!(sides.checkpointed().contains(&7));
+            // Nothing was lost so far.
+            assert_eq!(sides.state(7, CudaState::Running), CudaState::Running);
+            sides.note(Call::Restore, 7, &answer);
+            assert_eq!(sides.checkpointed().contains(&7), known, "{answer:?}");
+            assert_eq!(sides.state(7, CudaState::Running), then, "{answer:?}");
+            assert!(sides.checkpointed().contains(&8));
         }
     }
 

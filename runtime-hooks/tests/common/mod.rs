@@ -105,6 +105,8 @@ pub struct State {
     pub steps: Steps,
     /// What is known of its toggles, by the operation under way.
     pub sides: Sides,
+    /// Processes that have opened an NVIDIA device since they were CHECKPOINTED, as for NVML.
+    pub opened: Vec<Pid>,
     /// Processes whose toggle is refused, which leaves them LOCKED.
     pub refused: Vec<Pid>,
     /// Processes whose GPU has no room to toggle them back.
@@ -119,8 +121,6 @@ pub struct State {
     pub joined: Option<Job>,
     /// Where a restore goes.
     pub map: Vec<(String, String)>,
-    /// For whom each restore was made, and where it went.
-    pub restored_to: Vec<(Vec<Pid>, Vec<(String, String)>)>,
     /// What host memory has room for.
     pub host_memory: u64,
     /// What each uses of a GPU from now on; else 100 bytes.
@@ -204,6 +204,7 @@ impl World {
             ranks_run: false,
             steps: Steps::Separate,
             sides: Sides::default(),
+            opened: Vec::new(),
             refused: Vec::new(),
             no_room: Vec::new(),
             driver: "580.1",
@@ -211,7 +212,6 @@ impl World {
             jobs_change_at: None,
             joined: None,
             map: Vec::new(),
-            restored_to: Vec::new(),
             host_memory: u64::MAX,
             bytes: BTreeMap::new(),
             gpus_locked: Vec::new(),
@@ -412,9 +412,6 @@ impl World {
             if name == "lock" {
                 state.bytes.append(&mut state.grows.clone());
             }
-            if name == "restore" {
-                state.restored_to.push((pids.to_vec(), state.map.clone()));
-            }
             // One whose file was exchanged is still in the first.
             let exchanged = state.jobs_change_at.is_some();
             let foreign = |pid: &Pid| {
@@ -526,13 +523,13 @@ impl World {
                 return pids.iter().map(|pid| (*pid, back())).collect();
             }
             let mut one = |pid: &Pid| {
+                let told = told(state, *pid);
                 let Some(current) = state.cuda.get_mut(pid) else {
                     return Err(DriverError::Refused { call, error: CudaError(304) });
                 };
                 let refused =
                     |code| DriverError::Refused { call: Call::Toggle, error: CudaError(code) };
-                let told = told(*current);
-                if told != from {
+                if told != Some(from) {
                     return Err(DriverError::AlreadyThere { call: Call::Toggle });
                 }
                 if *current == CudaState::Locked {
@@ -547,6 +544,8 @@ impl World {
                 }
                 let late = || DriverError::Deadline { call: Call::Toggle, after: Duration::ZERO };
                 let (then, answer) = match fault {
+                    // It goes to the other side, whichever that is.
+                    None if *current == to => (from, Ok(())),
                     None => (to, Ok(())),
                     Some(Fault::Error(code)) if from == CudaState::Running => {
                         (CudaState::Locked, Err(refused(code)))
@@ -565,8 +564,11 @@ impl World {
                 answer
             };
             let answers: Answers<()> = pids.iter().map(|pid| (*pid, one(pid))).collect();
-            for (pid, answer) in &answers {
-                state.sides.note(call, *pid, answer);
+            // The devices tell, and not what was said.
+            if !matches!(fault, Some(Fault::Lie)) {
+                for (pid, answer) in &answers {
+                    state.sides.note(call, *pid, answer);
+                }
             }
             answers
         })
@@ -601,9 +603,13 @@ impl World {
     }
 }
 
-/// What a driver that can only toggle lets see: whether a process has a device open.
-fn told(state: CudaState) -> CudaState {
-    if state == CudaState::Checkpointed { state } else { CudaState::Running }
+/// What a driver that can only toggle lets see: whether a process has a device open, which says nothing
+/// of one that is known to be CHECKPOINTED.
+fn told(state: &State, pid: Pid) -> Option<CudaState> {
+    let current = *state.cuda.get(&pid)?;
+    let none_open = current == CudaState::Checkpointed && !state.opened.contains(&pid);
+    let checkpointed = none_open || state.sides.checkpointed().contains(&pid);
+    Some(if checkpointed { CudaState::Checkpointed } else { CudaState::Running })
 }
 
 impl Driver for World {
@@ -653,7 +659,8 @@ impl Driver for World {
                 .map(|pid| {
                     let answer = match (fault, state.cuda.get(pid)) {
                         (None, Some(found)) if state.steps == Steps::Toggle => {
-                            Ok(state.sides.state(*pid, told(*found)))
+                            let told = told(state, *pid).unwrap_or(*found);
+                            Ok(state.sides.state(*pid, told))
                         }
                         (None, Some(_)) if state.passes > 0 => {
                             state.passes -= 1;
@@ -759,6 +766,10 @@ impl Driver for World {
 
     fn map_devices(&mut self, map: &[(String, String)]) {
         self.with(|state| state.map = map.to_vec());
+    }
+
+    fn recall(&mut self, suspended: &[Pid]) {
+        self.with(|state| state.sides.recall(suspended));
     }
 
     fn join(&mut self, job: Option<&Job>) {

@@ -1,6 +1,7 @@
 //! Somebody kills `stasis` itself in the middle; `stasis repair`, or whatever is done next with the
 //! container, puts things right.
 
+use std::fs;
 use std::process::Stdio;
 use std::time::Duration;
 
@@ -8,11 +9,12 @@ use anyhow::{Context as _, Result, ensure};
 use stasis_integration::case::Case;
 use stasis_integration::ctr::{Checkpoint, Status};
 use stasis_integration::runtime::Settings;
-use stasis_integration::{leaks, wait};
+use stasis_integration::{leaks, udp, wait};
 
 use super::faults::Two;
 use super::{LIMIT, Stasis, says};
 use crate::Test;
+use crate::job::own::Own;
 
 /// From the moment at which the driver is asked to the one at which it is at it.
 const UNDER_WAY: Duration = Duration::from_millis(200);
@@ -58,15 +60,16 @@ pub(super) fn tests() -> Vec<Test> {
     tests.push(Test::new("killed_while_paused", while_paused));
     tests.push(Test::new("killed_while_paused_then_resumed_without_room", then_without_room));
     tests.push(Test::new("killed_and_the_container_too", with_its_container));
+    tests.push(Test::new("killed_below_an_unusual_root", below_an_unusual_root));
     tests.push(Test::new("repair_without_need", without_need));
     tests
 }
 
-/// `stasis VERB` that is killed while the driver is asked.
-fn kill(case: &Case<'_>, verb: &str, fault: &str, id: &str) -> Result<()> {
+/// `stasis` with these arguments, that is killed while the driver is asked.
+pub(super) fn kill(case: &Case<'_>, arguments: &[&str], fault: &str) -> Result<()> {
     let stasis = Stasis::new(case);
     case.gpu.faults(&[fault])?;
-    let mut call = stasis.command(&[verb, id]);
+    let mut call = stasis.command(arguments);
     let mut child = call.stdout(Stdio::null()).stderr(Stdio::null()).spawn()?;
     let called = wait::until("a call of the driver", LIMIT, || {
         ensure!(child.try_wait()?.is_none(), "it ended before it was killed");
@@ -90,7 +93,7 @@ fn then(case: &Case<'_>, next: Next) -> Result<()> {
         if verb == "resume" {
             stasis.run(&["suspend", &id])?;
         }
-        kill(case, verb, fault, &id)?;
+        kill(case, &[verb, &id], fault)?;
         let seen = stasis.seen(&id)?.context("ps does not show it")?;
         ensure!(seen["operation"] == "under way, or to be repaired", "{seen}");
         put_right(case, &id, next).with_context(|| format!("after a killed {verb}, {fault}"))?;
@@ -134,7 +137,7 @@ fn while_paused(case: &Case<'_>) -> Result<()> {
         if verb == "resume" {
             stasis.run(&["suspend", &id])?;
         }
-        kill(case, verb, fault, &id)?;
+        kill(case, &[verb, &id], fault)?;
         let context = || format!("after a killed {verb}, {fault}");
         says(&stasis.run(&["repair"])?, &[&id, "is repaired: paused as before"])
             .with_context(context)?;
@@ -154,7 +157,7 @@ fn then_without_room(case: &Case<'_>) -> Result<()> {
     let pattern = ["--pattern-mib", "40"];
     let id = case.start_counter(&pattern)?;
     case.ctr().pause(&id)?;
-    kill(case, "suspend", "checkpoint hang-after", &id)?;
+    kill(case, &["suspend", &id], "checkpoint hang-after")?;
     let other = case.start_counter(&pattern)?;
     case.ctr().resume(&id)?;
     case.expect_status(&id, Status::Running)?;
@@ -167,12 +170,59 @@ fn then_without_room(case: &Case<'_>) -> Result<()> {
 /// What is gone needs no repair.
 fn with_its_container(case: &Case<'_>) -> Result<()> {
     let (stasis, two) = (Stasis::new(case), Two::start(case)?);
-    kill(case, "suspend", "checkpoint hang-after", &two.id)?;
+    kill(case, &["suspend", &two.id], "checkpoint hang-after")?;
     case.ctr().kill(&two.id)?;
     case.wait_stopped(&two.id)?;
     says(&stasis.run(&["repair"])?, &[&two.id, "does not run any more"])?;
     stasis.expect_no_journal()?;
     case.remove(&two.id)
+}
+
+/// Its journal tells where it is. A root directory that is not there, as one that is not mounted, is no
+/// reason to forget a container that runs.
+fn below_an_unusual_root(case: &Case<'_>) -> Result<()> {
+    case.set(&Settings::default().impatient(5))?;
+    let mut own = Own::new(case, "a", &["/bin/counter"])?;
+    own.start()?;
+    let (init, id, stasis) = (own.init()?, own.bare.id().to_owned(), Stasis::new(case));
+    let (root, away) = (own.bare.root().to_owned(), case.path("root-away"));
+    let shown = root.display().to_string();
+    let mut last = 100;
+    let mut answers = || -> Result<()> {
+        last += 1;
+        let answer = udp::ask(init, stasis_integration::case::PORT)?;
+        ensure!(answer == last, "{answer} instead of {last}");
+        Ok(())
+    };
+    answers()?;
+    for (verb, fault) in MOMENTS {
+        if verb == "resume" {
+            stasis.run(&["suspend", &id, "--root", &shown])?;
+        }
+        kill(case, &[verb, &id, "--root", &shown], fault)?;
+        fs::rename(&root, &away)?;
+        let refused = stasis.fails(&["repair"]);
+        fs::rename(&away, &root)?;
+        says(&refused?, &[&id, &shown, &format!("pid {init} of it runs; its journal is kept")])?;
+        let elsewhere = case.root().display().to_string();
+        says(&stasis.run(&["repair", "--root", &elsewhere])?, &["nothing to repair"])?;
+        let arguments: &[&str] =
+            if fault.ends_with("hang") { &["repair"] } else { &["repair", &id] };
+        let said = stasis.run(arguments).with_context(|| format!("after {verb}, {fault}"))?;
+        says(&said, &[&id, "is repaired: it runs"])?;
+        stasis.expect_no_journal()?;
+        answers().with_context(|| format!("after a killed {verb}, {fault}"))?;
+    }
+    kill(case, &["suspend", &id, "--root", &shown], "checkpoint hang-after")?;
+    // Without the runtime, which would remove the journal.
+    nix::sys::signal::kill(init, nix::sys::signal::Signal::SIGKILL)?;
+    wait::until("its end", LIMIT, || {
+        let state = fs::read_to_string(format!("/proc/{init}/stat")).unwrap_or_default();
+        Ok((state.is_empty() || state.contains(") Z ")).then_some(()))
+    })?;
+    says(&stasis.run(&["repair"])?, &[&id, "does not run any more: its journal is removed"])?;
+    stasis.expect_no_journal()?;
+    own.delete()
 }
 
 /// What is as it should be is left alone.

@@ -8,9 +8,11 @@ use std::process::{Child, Command, Stdio};
 
 use anyhow::{Result, ensure};
 use stasis_integration::case::Case;
+use stasis_integration::runtime::Settings;
 use stasis_integration::udp::{self, Question};
 use stasis_integration::{command, leaks};
 
+use super::killed::kill;
 use super::{LIMIT, SILENCE, Stasis, says};
 use crate::Test;
 use crate::job::own::Own;
@@ -23,6 +25,8 @@ pub(super) fn tests() -> Vec<Test> {
         Test::new("by_cgroup_of_its_own", by_cgroup),
         Test::new("by_cgroup_paused", by_frozen_cgroup),
         Test::new("by_cgroup_killed", by_cgroup_killed),
+        Test::new("by_cgroup_killed_and_repaired", by_cgroup_repaired),
+        Test::new("by_cgroup_after_the_end_of_its_oldest", by_cgroup_without_its_oldest),
         Test::new("own_cgroup_refused", own_cgroup),
         Test::new("wrong_cgroup_refused", wrong_cgroup),
     ]
@@ -238,6 +242,88 @@ fn by_cgroup_killed(case: &Case<'_>) -> Result<()> {
         stasis.expect_no_journal()?;
         alone.expect()?;
     }
+    alone.end()
+}
+
+/// Nobody has to say which cgroup it was.
+fn by_cgroup_repaired(case: &Case<'_>) -> Result<()> {
+    case.set(&Settings::default().impatient(5))?;
+    let stasis = Stasis::new(case);
+    let mut alone = Alone::start(case, 18305)?;
+    let directory = alone.directory().display().to_string();
+    let cgroup = alone.cgroup.clone();
+    for (fault, arguments) in [
+        ("lock hang", &["repair"][..]),
+        ("checkpoint hang", &["repair", &directory]),
+        ("checkpoint hang-after", &["repair", &cgroup]),
+    ] {
+        kill(case, &["suspend", "--cgroup", &cgroup], fault)?;
+        says(&stasis.run(arguments)?, &[&directory, "is repaired: it runs"])?;
+        stasis.expect_no_journal()?;
+        alone.expect()?;
+    }
+    stasis.run(&["suspend", "--cgroup", &cgroup])?;
+    says(&stasis.run(&["repair"])?, &[&directory, "is suspended by stasis suspend"])?;
+    stasis.run(&["resume", "--cgroup", &cgroup])?;
+    alone.expect()?;
+    // Not even the cgroup is there any more.
+    kill(case, &["suspend", "--cgroup", &cgroup], "checkpoint hang-after")?;
+    alone.end()?;
+    says(&stasis.run(&["repair"])?, &[&directory, "does not run any more"])?;
+    stasis.expect_no_journal()
+}
+
+/// A process without CUDA on the host, which is there before and after others.
+struct Idle(Child);
+
+impl Idle {
+    fn start() -> Result<Self> {
+        Ok(Self(Command::new("sleep").arg("1000").stdin(Stdio::null()).spawn()?))
+    }
+
+    fn join(&self, alone: &Alone) -> Result<()> {
+        Ok(fs::write(alone.directory().join("cgroup.procs"), self.0.id().to_string())?)
+    }
+}
+
+impl Drop for Idle {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+/// It is the same cgroup as long as one that was suspended is in it.
+fn by_cgroup_without_its_oldest(case: &Case<'_>) -> Result<()> {
+    let stasis = Stasis::new(case);
+    let (first, second, third) = (Idle::start()?, Idle::start()?, Idle::start()?);
+    let mut alone = Alone::start(case, 18306)?;
+    let cgroup = alone.cgroup.clone();
+    first.join(&alone)?;
+    stasis.run(&["suspend", "--cgroup", &cgroup])?;
+    drop(first);
+    says(&stasis.run(&["suspend", "--cgroup", &cgroup])?, &["is suspended already"])?;
+    says(&stasis.run(&["repair"])?, &["is suspended by stasis suspend"])?;
+    // An older one than those that are there.
+    second.join(&alone)?;
+    let said = stasis.run(&["resume", "--cgroup", &cgroup])?;
+    says(&said, &["is resumed: 1 process in"])?;
+    stasis.expect_no_journal()?;
+    alone.expect()?;
+    kill(case, &["suspend", "--cgroup", &cgroup], "checkpoint hang-after")?;
+    drop(second);
+    says(&stasis.run(&["repair"])?, &["is repaired: it runs"])?;
+    stasis.expect_no_journal()?;
+    alone.expect()?;
+    // All that was suspended ends, and what comes then has no CUDA.
+    stasis.run(&["suspend", "--cgroup", &cgroup])?;
+    third.join(&alone)?;
+    alone.child.kill()?;
+    alone.child.wait()?;
+    let said = stasis.run(&["resume", "--cgroup", &cgroup])?;
+    says(&said, &["there is nothing to resume"])?;
+    stasis.expect_no_journal()?;
+    drop(third);
     alone.end()
 }
 

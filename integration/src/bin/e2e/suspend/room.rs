@@ -166,7 +166,8 @@ fn host_memory(case: &Case<'_>) -> Result<()> {
     let container = Container::counter(&["--pattern-mib", MOST]).limited(96 << 20);
     let id = case.start(&container)?;
     case.expect(&id, 101)?;
-    let words = ["host memory", "cgroup /sys/fs/cgroup/memory/", "check-host-memory", "not touched"];
+    let words =
+        ["host memory", "cgroup /sys/fs/cgroup/memory/", "check-host-memory", "not touched"];
     says(&stasis.fails(&["suspend", &id])?, &words)?;
     case.expect(&id, 102)?;
     let image = || Checkpoint { image: Some(case.path("image")), ..Checkpoint::default() };
