@@ -293,7 +293,7 @@ fn begins_suspended_on_another(case: &Case) -> Result<()> {
     let mut moving = Moving::started(case, &[0])?.moved(&[1])?;
     moving.annotate("restore", "suspended")?;
     moving.restore()?;
-    moving.fails(&["resume", "--to", "1"], &["restored onto other GPUs"])?;
+    moving.fails(&["resume", "--to", "1"], &["on its way to other GPUs"])?;
     moving.run(&["resume"])?;
     moving.expect()?;
     moving.is_on(1)?;

@@ -7,11 +7,11 @@ use std::time::Duration;
 use anyhow::{Result, ensure};
 use stasis_integration::case::{Case, Container, PORT};
 use stasis_integration::runtime::Settings;
+use stasis_integration::udp::Question;
 use stasis_integration::{command, processes, udp, wait};
 
-use super::{LIMIT, Stasis, says};
+use super::{LIMIT, SILENCE, Stasis, says};
 use crate::Test;
-use crate::failures::{LOG, goes_on};
 
 /// The second of them listens there.
 const OTHER: u16 = 10001;
@@ -87,8 +87,8 @@ fn suspend_fails(case: &Case<'_>, fault: &str) -> Result<()> {
 fn frozen_meanwhile(case: &Case<'_>) -> Result<()> {
     case.set(&Settings::default().impatient(3))?;
     let stasis = Stasis::new(case);
-    let id = case.start_counter(&["--log", LOG, "--tick", "5", "--pattern-mib", "8"])?;
     case.gpu.configure(&["copy-bytes-per-second=2000000"])?;
+    let id = case.start_counter(&["--pattern-mib", "8"])?;
     let freezer = processes::freezer(case.pid(&id)?)?;
     let said = case.path("said");
     let mut call = stasis.command(&["suspend", &id]);
@@ -103,11 +103,11 @@ fn frozen_meanwhile(case: &Case<'_>) -> Result<()> {
     ensure!(fs::read_to_string(&freezer)?.trim() == "FROZEN", "it was thawed");
     stasis.expect_no_journal()?;
     ensure!(case.gpu.used(0)? > 0, "its memory is not back");
-    let log = case.read(&id, LOG)?;
-    std::thread::sleep(Duration::from_millis(100));
-    ensure!(case.read(&id, LOG)? == log, "the frozen container did something");
+    let question = Question::send(case.pid(&id)?, PORT)?;
+    question.expect_none(SILENCE)?;
     fs::write(&freezer, "THAWED")?;
-    goes_on(case, &id)
+    question.answer()?;
+    case.expect(&id, 103)
 }
 
 /// Both are suspended as before.

@@ -161,7 +161,7 @@ fn then_without_room(case: &Case<'_>) -> Result<()> {
     let other = case.start_counter(&pattern)?;
     case.ctr().resume(&id)?;
     case.expect_status(&id, Status::Running)?;
-    stasis.expect_suspended(&id, 1)?;
+    stasis.expect_waiting(&id)?;
     case.remove(&other)?;
     stasis.run(&["resume", &id])?;
     case.expect(&id, 102)

@@ -126,6 +126,13 @@ impl<'a> Stasis<'a> {
         expect_states(&seen, processes, "suspended")
     }
 
+    /// The same with one process, whoever has the GPU now.
+    pub(crate) fn expect_waiting(self, id: &str) -> Result<()> {
+        let seen = self.seen(id)?.context("ps does not show it")?;
+        ensure!(seen["operation"] == "suspended", "{seen}");
+        expect_states(&seen, 1, "suspended")
+    }
+
     /// The container runs and uses the GPU.
     pub(crate) fn expect_running(self, id: &str, processes: usize) -> Result<()> {
         let seen = self.seen(id)?.context("ps does not show it")?;

@@ -91,9 +91,7 @@ fn without_room(case: &Case<'_>) -> Result<()> {
                 "is suspended and nothing is lost",
             ],
         )?;
-        let seen = stasis.seen(&first)?.unwrap_or_default();
-        ensure!(seen["operation"] == "suspended", "{seen}");
-        super::expect_states(&seen, 1, "suspended")?;
+        stasis.expect_waiting(&first)?;
     }
     case.expect(&second, 102)?;
     stasis.run(&["suspend", &second])?;
@@ -127,7 +125,7 @@ fn at_once(case: &Case<'_>) -> Result<()> {
             } else {
                 let said = fs::read_to_string(said)?;
                 says(&said, &["MiB are needed", "is suspended and nothing is lost"])?;
-                stasis.expect_suspended(id, 1)?;
+                stasis.expect_waiting(id)?;
             }
         }
         let [one] = resumed.as_slice() else { bail!("resumed: {resumed:?}") };
@@ -154,7 +152,7 @@ fn interrupted(case: &Case<'_>) -> Result<()> {
     ensure!(status.code() == Some(1), "it ended with {status}: {}", text());
     ensure!(since.elapsed() < Duration::from_secs(20), "after {:?}", since.elapsed());
     says(&text(), &["interrupted", "is suspended and nothing is lost"])?;
-    stasis.expect_suspended(&first, 1)?;
+    stasis.expect_waiting(&first)?;
     case.remove(&second)?;
     stasis.run(&["resume", &first])?;
     case.expect(&first, 102)
