@@ -26,7 +26,7 @@ ask_briefly() {
 }
 
 part_suspend() {
-    local size room ballast=''
+    local size room ballast='' rounds=3 pids
     part "suspend: the GPU of a container is freed, and it goes on where it was"
     counter s0 --pattern-mib "$pattern"
     answers s0 101
@@ -57,12 +57,21 @@ part_suspend() {
     answers s0 106
     remove s0
 
-    part "suspend: two that both need more than half of what there is take turns"
+    part "suspend: two that both need more than half of the card take turns"
     if [ -n "$emulated" ]; then
         size=$((pattern + pattern / 4))
     else
-        # Host memory for both is needed at the moment of a change; so what there is is made small by a
-        # third, which stays.
+        size=$(($(nvidia-smi --id=0 --query-gpu=memory.total --format=csv,noheader,nounits) / 2 + 1024))
+        # Host memory for both is needed at the moment of a change. A virtual machine that gets its
+        # memory as it uses it says too little of it.
+        room=$(($(sed -n 's/^MemTotal: *\([0-9]*\) kB/\1/p' /proc/meminfo) / 1024))
+        [ "${STASIS_MEMORY_MIB:-0}" -lt "$room" ] || room=$STASIS_MEMORY_MIB
+        fact "$size MiB each; this machine's memory: $room MiB"
+        printf '[log]\nlevel = "debug"\n[cuda]\ncheck-host-memory = false\n' >/etc/stasis/config.toml
+        rounds=1
+    fi
+    if [ -z "$emulated" ] && [ "$room" -lt $((size * 5 / 2)) ]; then
+        # Then what there is is made small by a third, which stays.
         size=$((24 * pattern))
         room=$(nvidia-smi --id=0 --query-gpu=memory.free --format=csv,noheader,nounits)
         ballast=$((room - size * 3 / 2 - 2048))
@@ -79,7 +88,7 @@ part_suspend() {
     run stasis resume s1 --timeout 2s
     refuses "no room" "nothing is lost"
     run stasis ps
-    for count in 102 103 104; do
+    for count in $(seq 102 $((101 + rounds))); do
         run stasis suspend s2
         succeeds "suspend of s2"
         run stasis resume s1
@@ -92,12 +101,120 @@ part_suspend() {
         succeeds "resume of s2"
         answers s2 "$count"
     done
-    remove s1
-    remove s2
+    run stasis suspend s2
+    succeeds "suspend of s2"
+    part "suspend: both are resumed at the same moment"
+    pids=''
+    for id in s1 s2; do
+        stasis resume "$id" --timeout 5s >"/tmp/resume-$id" 2>&1 &
+        pids+=" $!"
+    done
+    # shellcheck disable=SC2086  # two words
+    for pid in $pids; do wait "$pid"; fact "a resume ended with status $?"; done
+    for id in s1 s2; do sed "s/^/    /" "/tmp/resume-$id"; done
+    output=$(cat /tmp/resume-s1 /tmp/resume-s2)
+    status=0
+    says "one of them" "is resumed: 1 process"
+    says "the other one" "is suspended and nothing is lost"
+    for id in s1 s2; do
+        if grep -q "is resumed" "/tmp/resume-$id"; then
+            answers "$id" $((102 + rounds))
+        fi
+        remove "$id"
+    done
     [ -z "$ballast" ] || {
         answers s9 102
         remove s9
     }
+    printf '[log]\nlevel = "debug"\n' >/etc/stasis/config.toml
+}
+
+# Before what is derived from them: which device files tell what, and how much host memory it takes.
+part_facts() {
+    local before limit=''
+    part "facts: device files, and host memory of a suspended process"
+    counter f1 --pattern-mib "$pattern"
+    answers f1 101
+    fact "a process with CUDA has open: $(devices_of "$(pid f1)")"
+    before=$(anonymous "$(pid f1)")
+    gpu_memory "f1"
+    run stasis suspend f1
+    succeeds "suspend"
+    fact "suspended, it has open: $(devices_of "$(pid f1)")"
+    fact "its anonymous memory: $before MiB running, $(anonymous "$(pid f1)") MiB suspended"
+    run stasis resume f1
+    fact "resumed: $(anonymous "$(pid f1)") MiB"
+    answers f1 102
+    [ -n "$emulated" ] || fact "a process with NVML has open: $(nvml_devices)"
+    limit=$(cgroup_limit f1)
+    if [ -n "$limit" ]; then
+        # Enough for what is there, not for what is on the GPU.
+        echo $(($(cat "${limit%max}current") + (pattern << 19))) >"$limit"
+        run stasis suspend f1
+        refuses "no room in host memory" "check-host-memory"
+        answers f1 103
+        echo max >"$limit"
+    fi
+    remove f1
+}
+
+devices_of() {
+    # shellcheck disable=SC2012  # names of the kernel's, one a line
+    ls -l "/proc/$1/fd" | sed -n 's|.*-> \(/dev/nvidia.*\)|\1|p' | sort | uniq -c | tr -s ' \n' ' '
+}
+
+anonymous() {
+    echo $(($(sed -n 's/^RssAnon:[^0-9]*\([0-9]*\) kB/\1/p' "/proc/$1/status") / 1024))
+}
+
+# nvidia-smi uses NVML and no CUDA.
+nvml_devices() {
+    nvidia-smi --loop=60 >/dev/null 2>&1 &
+    sleep 1
+    devices_of $!
+    kill $!
+}
+
+# cgroup_limit ID: the file with the limit of its memory, in version 2 of cgroups.
+cgroup_limit() {
+    local file
+    file=/sys/fs/cgroup$(sed -n 's/^0:://p' "/proc/$(pid "$1")/cgroup")/memory.max
+    [ ! -f "$file" ] || echo "$file"
+}
+
+# What NVIDIA's command says where there is no room, and whether that is final.
+part_toggle() {
+    local utility size
+    part "toggle: NVIDIA's command by hand, without room for what it restores"
+    utility=$(command -v cuda-checkpoint) || {
+        fact "there is no cuda-checkpoint on this machine: nothing is tried"
+        return
+    }
+    [ -z "$emulated" ] || {
+        fact "of the emulation nothing is learnt"
+        return
+    }
+    size=$((8 * pattern))
+    counter t1 --pattern-mib "$size"
+    answers t1 101
+    by_hand t1
+    size=$(($(nvidia-smi --id=0 --query-gpu=memory.free --format=csv,noheader,nounits) - size / 2))
+    counter t2 --pattern-mib "$size"
+    answers t2 101
+    by_hand t1
+    by_hand t1
+    remove t2
+    by_hand t1
+    fact "t1 answers: $(ask_briefly "$(pid t1)")"
+    remove t1
+}
+
+# by_hand ID: toggles it, and tells what came of it.
+by_hand() {
+    local said status
+    said=$("$utility" --toggle --pid "$(pid "$1")" 2>&1)
+    status=$?
+    fact "--toggle of $1: status $status: $said; then $("$utility" --get-state --pid "$(pid "$1")" 2>&1)"
 }
 
 # With drivers from 570 on it is not needed, and does the same.
