@@ -71,7 +71,9 @@ pub fn bring_back(
             entry.frozen = true;
             goal = Goal::Paused;
             // Whoever repairs finds it thawed, maybe.
-            parts.journal.save(entry)?;
+            if let Err(error) = parts.journal.save(entry) {
+                tracing::error!(error = %crate::error::chain(&error), "the journal does not say so");
+            }
         }
         let cause = match attempt(parts, entry, goal, thaw, limits) {
             Ok(back) => return Ok(back),
@@ -113,6 +115,9 @@ fn attempt(
     wait_for_criu(parts)?;
     let cuda = processes_of(parts, entry)?;
     let frozen = parts.freezer.frozen()?;
+    if entry.was_paused_meanwhile(frozen) {
+        return Err(Cause::Paused);
+    }
     if !cuda.is_empty() {
         let hold = frozen || goal == Goal::Paused;
         let asked = if hold { parts.holding().all(&cuda, driver_runs) } else { Ok(()) };

@@ -128,11 +128,18 @@ pub fn again(
     cuda: &[CudaProcess],
 ) -> Result<(), Failure> {
     let mut progress = Progress::new(Phase::Preflight);
+    // CRIU thaws for its work: whoever repairs after a kill is not to take that for the Resume.
+    let mut under_way = entry.clone();
+    under_way.stage = Stage::Suspending;
     let made = parts.driver.facts().map_err(Cause::NoDriver).and_then(|facts| {
         parts.image.prepare()?;
         parts.driver.join(entry.in_job());
+        parts.journal.save(&under_way)?;
         dump(parts, request, entry, cuda, &facts, &mut progress)
     });
+    if let Err(error) = parts.journal.save(entry) {
+        tracing::warn!(error = %crate::error::chain(&error), "the next operation brings its CUDA back");
+    }
     if let Err(cause) = made {
         let frozen = parts
             .freezer

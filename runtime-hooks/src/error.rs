@@ -236,6 +236,15 @@ pub enum Cause {
          it first, which brings the others there"
     )]
     HalfMoved,
+    /// It has something on a GPU, which stays where it is.
+    #[error(
+        "{who}: its CUDA is not suspended, and does not go to another GPU: stasis resume the container \
+         without --to and --device-map first, and suspend it again"
+    )]
+    OnGpu {
+        /// Which process.
+        who: Who,
+    },
     /// Host memory would not hold what is on the GPU.
     #[error(
         "the {} MiB that its processes have on the GPU go to host memory, and {of} has room for {} MiB: \

@@ -213,20 +213,28 @@ pub(crate) fn restore(
     let room = Instant::now() + how.room;
     let mut deadline = None;
     let mut attempts = 0;
+    let mut out_of_memory = None;
+    let mut locked = None;
     loop {
         let left =
             |deadline: Instant| deadline.saturating_duration_since(Instant::now()).max(STATE);
         // The first look may have to wait for an operation whose caller was killed.
         let limit = deadline.map_or(how.limit.max(STATE), left);
         let waiting = checkpointed(driver, processes, cuda, limit)?;
+        // Not before: a restore whose caller was lost goes on until the states are told.
+        drop(locked.take());
         if waiting.is_empty() {
             return Ok(());
         }
-        let locked = wait_for_room(driver, &waiting, how, room)?;
+        match (wait_for_room(driver, &waiting, how, room), out_of_memory.take()) {
+            (Ok(got), _) => locked = got,
+            // What has happened is worse.
+            (Err(_), Some((who, error))) => return Err(Cause::Driver { who, error }),
+            (Err(cause), None) => return Err(cause),
+        }
         let deadline = *deadline.get_or_insert_with(|| Instant::now() + how.limit);
         attempts += 1;
         let mut answers = restore_each(driver, &waiting, left(deadline));
-        drop(locked);
         let failed = waiting.iter().find_map(|process| match answers.remove(&process.pid()) {
             Some(Err(error)) => Some((process.who(), error)),
             _ => None,
@@ -258,6 +266,9 @@ pub(crate) fn restore(
                 return Ok(());
             }
             return Err(Cause::Driver { who, error });
+        }
+        if passing {
+            out_of_memory = Some((who, error));
         }
         std::thread::sleep(PAUSE);
     }

@@ -58,13 +58,17 @@ impl HostMemory for HostMemoryOf {
         };
         let memberships = read(format!("/proc/{}/cgroup", self.pid));
         let mounts = read("/proc/self/mountinfo".to_owned());
-        let cgroups = cgroup(&memberships, &mounts).into_iter().flat_map(|(version, directory)| {
-            let above: Vec<PathBuf> = directory.ancestors().map(Path::to_owned).collect();
-            above.into_iter().map_while(move |directory| version.room(&directory, swap))
-        });
+        let cgroup = cgroup(&memberships, &mounts);
+        let cgroups =
+            cgroup.iter().flat_map(|(version, directory)| rooms(*version, directory, swap));
         // Of two that are as tight the deeper one is named.
         cgroups.chain([host]).min_by_key(|room| room.bytes)
     }
+}
+
+/// What this cgroup and those above it have left. The innermost may be one without memory of its own.
+fn rooms(version: Version, directory: &Path, swap: u64) -> impl Iterator<Item = Room> + '_ {
+    directory.ancestors().filter_map(move |directory| version.room(directory, swap))
 }
 
 /// The cgroup in which the memory of a process is counted.
@@ -178,6 +182,23 @@ mod tests {
         assert!(bytes(Version::V2, &files, 0) > Some(1 << 60));
         // The root, which is not limited.
         assert_eq!(bytes(Version::V2, &[stat], 0), None);
+    }
+
+    #[test]
+    fn all_cgroups_above_count_also_where_the_innermost_counts_nothing() {
+        let root = at(&[
+            ("pod/memory.stat", ""),
+            ("pod/memory.max", "1000"),
+            ("pod/memory.current", "1"),
+            ("pod/ctr/memory.stat", ""),
+            ("pod/ctr/memory.max", "max"),
+            ("pod/ctr/memory.current", "1"),
+            ("pod/ctr/init.scope/cgroup.procs", ""),
+        ]);
+        let innermost = root.path().join("pod/ctr/init.scope");
+        let all: Vec<u64> = rooms(Version::V2, &innermost, 0).map(|room| room.bytes).collect();
+        assert_eq!(all.len(), 2, "{all:?}");
+        assert_eq!(all[1], 999);
     }
 
     #[test]

@@ -20,7 +20,7 @@ use crate::parts::CudaProcess;
 use crate::processes::ProcessId;
 use crate::remap::DeviceMap;
 
-const VERSION: u32 = 1;
+const VERSION: u32 = 2;
 
 /// The suffix of the directory of a container's job file, which lies beside its journal.
 pub(crate) const JOB: &str = "job";
@@ -36,8 +36,7 @@ pub struct Entry {
     /// Its init process: tells a later container of the same id.
     pub init: ProcessId,
     /// The root directory of its runtime, as [`JournalFile`] notes it for whoever finds the file: the
-    /// directory that it lies in does not tell. Empty in a journal of a version before, and where it is
-    /// no UTF-8.
+    /// directory that it lies in does not tell. Empty where it is no UTF-8.
     #[serde(default)]
     pub root: PathBuf,
     /// How far it is.
@@ -247,8 +246,7 @@ pub enum JournalError {
     },
     /// It does not say whose it is.
     #[error(
-        "the journal {} does not say in which root directory of a runtime its container is, as those of \
-         earlier versions; name that directory with --root",
+        "the journal {} does not say in which root directory of a runtime its container is; name that directory with --root",
         path.display()
     )]
     NoRoot {
@@ -430,6 +428,11 @@ impl JournalFile {
     }
 }
 
+#[derive(Deserialize)]
+struct Versioned {
+    version: u32,
+}
+
 fn load(path: &Path) -> Result<Option<Entry>, JournalError> {
     let path = path.to_owned();
     let text = match fs::read(&path) {
@@ -437,12 +440,13 @@ fn load(path: &Path) -> Result<Option<Entry>, JournalError> {
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
         Err(source) => return Err(JournalError::File { path, source }),
     };
-    let entry: Entry = serde_json::from_slice(&text)
-        .map_err(|source| JournalError::Format { path: path.clone(), source })?;
-    if entry.version != VERSION {
-        return Err(JournalError::Version { path, found: entry.version });
+    let format = |source| JournalError::Format { path: path.clone(), source };
+    // First: what else is in it depends on that.
+    let Versioned { version } = serde_json::from_slice(&text).map_err(format)?;
+    if version != VERSION {
+        return Err(JournalError::Version { path, found: version });
     }
-    Ok(Some(entry))
+    serde_json::from_slice(&text).map(Some).map_err(format)
 }
 
 /// What is in a directory; nothing if it cannot be read.
@@ -646,7 +650,6 @@ mod tests {
             all.remove(0).entry.unwrap_err()
         };
         let text = fs::read_to_string(journal.file()).unwrap();
-        // As versions before have written it.
         fs::write(journal.file(), text.replace("\"root\":\"/no/such\",", "")).unwrap();
         assert_eq!(journal.load().unwrap().unwrap().root, Path::new(""));
         assert!(matches!(why(), JournalError::NoRoot { .. }));

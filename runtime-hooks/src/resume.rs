@@ -53,11 +53,12 @@ pub fn repair(
     // Its Resume was told, and all that is left of it is the journal.
     let resumed =
         entry.stage == Stage::AwaitingResume && matches!(parts.freezer.frozen(), Ok(false));
-    let goal = if entry.frozen && !resumed { Goal::Paused } else { Goal::Running };
+    let entry = &mut entry.clone();
+    entry.frozen &= !resumed;
+    let goal = if entry.frozen { Goal::Paused } else { Goal::Running };
     let may_stay = matches!(entry.stage, Stage::Freeing | Stage::Resuming);
     // Whoever wanted it suspended, or resumed, is not there any more: no room is waited for.
     let limits = if may_stay { Limits { room: AT_ONCE, ..*limits } } else { *limits };
-    let entry = &mut entry.clone();
     match bring_back(parts, entry, goal, Thaw::Freezer, &limits) {
         Ok(Back::LockPending) => Ok(()),
         Ok(Back::Whole) => {

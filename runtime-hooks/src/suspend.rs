@@ -103,7 +103,9 @@ pub fn suspend(
     // It ran until now, and may have allocated more.
     find_uses(parts, cuda);
     entry.processes = cuda.iter().map(Noted::from).collect();
-    host_memory(parts, cuda)?;
+    if steps == Steps::Separate {
+        host_memory(parts, cuda)?;
+    }
     parts.journal.save(entry)?;
 
     progress.enter(Phase::CudaCheckpoint);

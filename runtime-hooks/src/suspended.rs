@@ -193,9 +193,9 @@ pub fn resume(
 ) -> Result<(), Failure> {
     const OPERATION: &str = "resume";
     let mut under_way = entry.clone();
-    if let Some(map) = map {
+    if let Some(map) = &map {
         for noted in &mut under_way.processes {
-            noted.device_map.clone_from(&map);
+            noted.device_map.clone_from(map);
         }
     }
     under_way.freezes = false;
@@ -205,6 +205,9 @@ pub fn resume(
     // Without a driver nothing is begun.
     let begun = parts.driver.facts().map_err(Cause::NoDriver).and_then(|_| {
         under_way.frozen = parts.freezer.frozen()?;
+        if map.is_some_and(|map| !map.is_empty()) && !under_way.frozen {
+            all_can_move(parts, entry)?;
+        }
         Ok(parts.journal.save(&under_way)?)
     });
     let failure = |phase, cause: Cause, left| Failure {
@@ -234,11 +237,26 @@ pub fn resume(
     }
 }
 
+/// Only what is CHECKPOINTED goes to another GPU.
+fn all_can_move(parts: &mut Parts<'_>, entry: &Entry) -> Result<(), Cause> {
+    let cuda = processes_of(parts, entry)?;
+    let states = parts.driver.states(&pids(&cuda), STATE);
+    let on_gpu = |process: &&CudaProcess| {
+        matches!(states.get(&process.pid()), Some(Ok(CudaState::Running | CudaState::Locked)))
+    };
+    match cuda.iter().find(on_gpu) {
+        Some(process) => Err(Cause::OnGpu { who: process.who() }),
+        None => Ok(()),
+    }
+}
+
 /// What cannot be brought back stays suspended, or becomes it again, as far as the driver answers. Only
 /// what the driver has lost ends the container.
 pub(crate) fn stay(parts: &mut Parts<'_>, entry: &Entry, cause: &Cause, limit: Duration) -> Left {
     let lost = cause.is_loss();
     let mut entry = entry.clone();
+    // Before this thaws it.
+    entry.frozen |= matches!(parts.freezer.frozen(), Ok(now) if entry.was_paused_meanwhile(now));
     let again = if lost { Ok(()) } else { checkpointed_again(parts, &mut entry, limit) };
     let entry = &entry;
     // Before its threads are let go: what was paused stays so.

@@ -220,6 +220,11 @@ fn what_the_driver_has_lost_is_told_and_ended() {
     assert!(matches!(failure.left, Left::Killed { .. }), "{failure}");
     assert_eq!(entry(&world), None);
     // Out of memory is final, and so are the answers that follow.
+    let world = suspended_world(1, false);
+    // Somebody else has been faster, and has the memory since.
+    world.with(|state| state.no_room.push(101));
+    let failure = resume(&world).unwrap_err();
+    assert!(matches!(failure.left, Left::Killed { .. }), "{failure}");
     for code in [2, 304] {
         let world = suspended_world(1, false).fault("restore", Fault::Error(code), 1000);
         let failure = resume(&world).unwrap_err();
@@ -243,6 +248,15 @@ fn one_that_somebody_pauses_meanwhile_stays_paused() {
         resume(&world).unwrap();
         runs(&world, true);
     }
+}
+
+#[test]
+fn one_that_is_paused_while_it_waits_for_room_stays_paused() {
+    let world = suspended_world(1, false).fault("free", Fault::Error(1), 1000);
+    world.with(|state| state.paused_at = Some("free"));
+    let failure = resume(&world).unwrap_err();
+    assert!(matches!(failure.left, Left::Suspended), "{failure}");
+    is_suspended(&world, true);
 }
 
 #[test]
@@ -392,6 +406,18 @@ fn a_resume_onto_another_gpu_that_fails_half_way_is_completed_later() {
 }
 
 #[test]
+fn what_is_on_a_gpu_does_not_go_to_another() {
+    let world = suspended_world(2, false);
+    world.with(|state| state.cuda.insert(102, Running));
+    let failure = resume_onto(&world, &[("GPU-0", "GPU-1")]).unwrap_err();
+    assert!(matches!(failure.cause, Cause::OnGpu { .. }), "{failure}");
+    assert_eq!(world.states(), [Checkpointed, Running]);
+    assert!(!entry(&world).unwrap().moves());
+    resume(&world).unwrap();
+    runs(&world, false);
+}
+
+#[test]
 fn a_killed_resume_onto_another_gpu_leaves_nobody_in_the_wrong_place() {
     const SWAP: &[(&str, &str)] = &[("GPU-0", "GPU-1"), ("GPU-1", "GPU-0")];
     for calls in 0..200 {
@@ -481,9 +507,42 @@ fn one_that_was_resumed_by_others_is_not_paused_by_its_repair() {
     checkpoint_of(&world, After::LeaveRunning).unwrap();
     let parked = entry(&world).unwrap();
     assert_eq!(parked.stage, Stage::AwaitingResume);
-    world.with(|state| (state.frozen, state.paused_by_caller) = (false, false));
-    world.run(|parts| resume::repair(parts, &parked, INIT, &World::limits())).unwrap();
-    runs(&world, false);
+    for times in [0, 1, 3, 4] {
+        let world = World::new(1, true);
+        checkpoint_of(&world, After::LeaveRunning).unwrap();
+        world.with(|state| (state.frozen, state.paused_by_caller) = (false, false));
+        let world = world.fault("restore", Fault::Error(999), times);
+        let _ = world.run(|parts| resume::repair(parts, &parked, INIT, &World::limits()));
+        runs(&world, false);
+    }
+}
+
+#[test]
+fn another_checkpoint_of_a_parked_one_that_is_killed_does_not_have_it_run() {
+    for calls in 0..100 {
+        let world = World::new(1, true);
+        checkpoint_of(&world, After::LeaveRunning).unwrap();
+        let parked = entry(&world).unwrap();
+        // CRIU thaws it for its work.
+        world.with(|state| state.thawed_by_dump = true);
+        let done = world.cut_off_after(calls, || {
+            world.run(|parts| {
+                let cuda = checkpoint::parked(parts, &parked).unwrap();
+                asked(After::LeaveRunning, &Annotations::default(), |request| {
+                    checkpoint::again(parts, request, &parked, &cuda)
+                })
+            })
+        });
+        if done.is_some() {
+            assert!(calls > 5);
+            return;
+        }
+        let left = entry(&world).unwrap();
+        world.run(|parts| resume::repair(parts, &left, INIT, &World::limits())).unwrap();
+        runs(&world, true);
+        assert!(!world.with(|state| state.ran));
+    }
+    panic!("it never ended");
 }
 
 #[test]

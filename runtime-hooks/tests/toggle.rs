@@ -256,6 +256,14 @@ fn resume_suspended(world: &World, entry: &Entry) -> Result<(), Failure> {
 }
 
 #[test]
+fn what_a_toggle_has_moved_to_host_memory_is_not_looked_for_room_again() {
+    let world = world(1, false);
+    world.with(|state| state.host_memory = 100 + (64 << 20));
+    world.with(|state| state.host_memory_taken_at = Some("lock"));
+    suspend(&world).unwrap();
+}
+
+#[test]
 fn a_suspended_container_is_resumed_or_stays_suspended_as_a_whole() {
     for frozen in [false, true] {
         let world = world(2, frozen);

@@ -95,7 +95,7 @@ impl Subjects {
                     all.unusable.push((found.id, why));
                     continue;
                 }
-                // Also of a damaged one, or one of a version before, that much is known.
+                // Also of one that cannot be used that much is known.
                 (Some(root), Err(_)) => Place { root: (*root).clone(), id: found.id },
                 (root, Ok(entry)) => {
                     let mut place = target::place_of(&entry, found.id);

@@ -28,7 +28,7 @@ use crate::interrupt;
 use crate::job::bundle::{Exec, detach_stale};
 use crate::job::given::Given;
 use crate::job::{self, JobDirectory};
-use crate::journal::{Entry, JournalError, JournalFile, Stage};
+use crate::journal::{Entry, Journal as _, JournalError, JournalFile, Stage};
 use crate::parts::{Limits, Parts};
 use crate::processes::{CgroupProcesses, Process, Processes};
 use crate::restore::{self, RestoreParts};
@@ -218,7 +218,19 @@ pub(super) fn resume(context: &Context<'_>) -> anyhow::Result<ExitCode> {
         return Ok(ExitCode::SUCCESS);
     }
     resume::repair(&mut world.parts(), &entry, container.init, &limits)?;
+    runs_from_now_on(&mut tools.journal)?;
     match context.become_runtime()? {}
+}
+
+/// What is still to be repaired later is not to be paused then.
+fn runs_from_now_on(journal: &mut JournalFile) -> anyhow::Result<()> {
+    match journal.load()? {
+        Some(mut entry) if entry.stage.is_under_way() && entry.frozen => {
+            (entry.frozen, entry.freezes) = (false, false);
+            Ok(journal.save(&entry)?)
+        }
+        _ => Ok(()),
+    }
 }
 
 /// `delete`: never waits for an operation. Its state files go with the container.
@@ -341,9 +353,13 @@ pub(super) fn repair_first(context: &Context<'_>) -> anyhow::Result<()> {
     };
     let entry = journal.load().map_err(|error| untouched(context, "repair", error.into()))?;
     let container = Container::load(&context.root(), context.id);
-    if let (Some(entry), Ok(container)) = (entry, container)
-        && entry.stage.is_under_way()
-    {
+    let Ok(container) = container else { return Ok(()) };
+    // Also what was resumed, if the journal is all that is left of that.
+    let is_left = |entry: &Entry| {
+        let parked = entry.stage == Stage::AwaitingResume;
+        entry.stage.is_under_way() || parked && matches!(container.cgroup.frozen(), Ok(false))
+    };
+    if let Some(entry) = entry.filter(is_left) {
         let mut tools = Tools::new(context, journal)?;
         let processes = CgroupProcesses::new(&container.cgroup.directory, container.init.pid)
             .map_err(|error| untouched(context, "repair", error.into()))?;

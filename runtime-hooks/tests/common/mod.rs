@@ -89,6 +89,8 @@ pub struct State {
     pub doomed: Vec<Pid>,
     /// The pids inside of what is in the image.
     pub dumped: Vec<Pid>,
+    /// A dump thaws the container, and freezes it again; its processes are CRIU's meanwhile.
+    pub thawed_by_dump: bool,
     /// The container is killed by somebody else while it is dumped.
     pub killed_in_dump: bool,
     /// How many more calls are made before the operation is cut off.
@@ -123,6 +125,8 @@ pub struct State {
     pub map: Vec<(String, String)>,
     /// What host memory has room for.
     pub host_memory: u64,
+    /// At this call there is none left.
+    pub host_memory_taken_at: Option<&'static str>,
     /// What each uses of a GPU from now on; else 100 bytes.
     pub bytes: BTreeMap<Pid, u64>,
     /// Which GPUs' locks were asked for.
@@ -135,6 +139,8 @@ pub struct State {
     pub grows: BTreeMap<Pid, u64>,
     /// Where the memory of each is; GPU-0 at first.
     pub memory_at: BTreeMap<Pid, String>,
+    /// Those whose restore has found no room. Nobody has room any more.
+    pub lost: BTreeSet<Pid>,
     /// Whose restore the driver refuses.
     pub stuck: Vec<Pid>,
     /// So often the driver says that it is still at work.
@@ -196,6 +202,7 @@ impl World {
             deaths: Vec::new(),
             doomed: Vec::new(),
             dumped: Vec::new(),
+            thawed_by_dump: false,
             killed_in_dump: false,
             calls_left: None,
             ranks: false,
@@ -213,12 +220,14 @@ impl World {
             joined: None,
             map: Vec::new(),
             host_memory: u64::MAX,
+            host_memory_taken_at: None,
             bytes: BTreeMap::new(),
             gpus_locked: Vec::new(),
             paused_at: None,
             paused_by_other: false,
             grows: BTreeMap::new(),
             memory_at: BTreeMap::new(),
+            lost: BTreeSet::new(),
             stuck: Vec::new(),
             passes: 0,
             asked: Vec::new(),
@@ -331,6 +340,9 @@ impl World {
         }
         self.with(|state| {
             state.log.push(call.to_owned());
+            if state.host_memory_taken_at == Some(call) {
+                state.host_memory = 0;
+            }
             if state.jobs_change_at == Some(call) {
                 state.jobs.values_mut().for_each(|number| *number += 1);
             }
@@ -472,6 +484,9 @@ impl World {
                     let to_gpu = state.map.iter().find(|(from, _)| from == at).map(|(_, to)| to);
                     let answer = if current != from {
                         refused(401)
+                    } else if name == "restore" && state.no_room.contains(pid) {
+                        // Measured: once, and then never again.
+                        refused(if state.lost.insert(*pid) { 2 } else { 304 })
                     } else if name == "restore" && state.stuck.contains(pid) {
                         refused(999)
                     } else if name == "restore" && !state.map.is_empty() && to_gpu.is_none() {
@@ -810,7 +825,9 @@ impl Driver for World {
     }
 
     fn free_memory(&mut self) -> Option<BTreeMap<String, u64>> {
-        let free = if self.note("free").is_some() { 0 } else { 1000 };
+        self.paused("free");
+        let taken = self.with(|state| !state.lost.is_empty());
+        let free = if self.note("free").is_some() || taken { 0 } else { 1000 };
         Some([("GPU-0".to_owned(), free), ("GPU-1".to_owned(), 1000)].into())
     }
 }
@@ -927,6 +944,12 @@ impl Runtime for World {
             });
             self.with(|state| state.faults.push(("dump", Fault::Error(1), 1)));
             self.tool("dump")?;
+        }
+        if self.with(|state| state.thawed_by_dump) {
+            self.with(|state| state.frozen = false);
+            // Where it may be killed.
+            self.note("dumping");
+            self.with(|state| state.frozen = true);
         }
         self.with(|state| {
             assert!(
