@@ -127,17 +127,30 @@ impl Lab {
             (None, Some(self.quiet.read().unwrap_or_else(PoisonError::into_inner)))
         };
         let case = Case::new(self, name, place)?;
-        let result = test(&case).and_then(|()| case.finish());
-        if let Err(error) = result {
+        let result = test(&case).and_then(|()| case.finish()).map_err(|error| {
             let kept = case.keep_logs();
-            return Err(error.context(match kept {
+            error.context(match kept {
                 Ok(place) => format!("logs are in {place}"),
                 Err(error) => format!("no logs could be kept: {error:#}"),
-            }));
-        }
-        Ok(())
+            })
+        });
+        // Whatever still uses it.
+        let unmounted =
+            command::succeed(Command::new("umount").arg("--lazy").arg(case.gpu.store()), MOUNTED);
+        result.and(unmounted.map(drop))
     }
 }
+
+/// Where the memory of a test's GPUs lies: in memory, as a process that writes to a GPU does not wait for
+/// a disk. Mounted, since CRIU restores no mount whose source is named by a symbolic link.
+fn device_memory(directory: &Path) -> Result<PathBuf> {
+    let store = directory.join("gpu");
+    fs::create_dir_all(&store)?;
+    command::succeed(Command::new("mount").args(["-t", "tmpfs", "gpu"]).arg(&store), MOUNTED)?;
+    Ok(store)
+}
+
+const MOUNTED: Duration = Duration::from_secs(10);
 
 /// Copies the small text files below a directory; images and device memory are neither.
 fn copy_logs(from: &Path, to: &Path) -> Result<()> {
@@ -244,7 +257,7 @@ impl<'a> Case<'a> {
         let directory = lab.directory.join(&name);
         fs::create_dir_all(&directory)?;
         let library = lab.binaries.join("libstasis_emulated_gpu.so");
-        let gpu = Gpu::new(&directory.join("gpu"), &library)?;
+        let gpu = Gpu::new(&device_memory(&directory)?, &library)?;
         let runtime =
             Runtime::new(&directory.join("runtime"), &lab.binaries, &gpu, &Settings::default())?;
         let site = match (place.shim, place.apart) {

@@ -127,7 +127,19 @@ impl Ctr {
 
     /// `ctr tasks pause`.
     pub fn pause(&self, id: &str) -> Result<()> {
-        self.run(["tasks", "pause", id]).map(drop)
+        self.run_with_a_pause(&["tasks", "pause", id])
+    }
+
+    /// Runs what begins with a pause. runc gives up after half a second when the freezer of version 1 of
+    /// cgroups does not come to rest, as on a machine that has much to do; the container runs on then.
+    fn run_with_a_pause(&self, arguments: &[&str]) -> Result<()> {
+        for _ in 0..3 {
+            match self.run(arguments) {
+                Err(error) if format!("{error:#}").contains("unable to freeze") => {}
+                other => return other.map(drop),
+            }
+        }
+        self.run(arguments).map(drop)
     }
 
     /// `ctr tasks resume`.
@@ -167,7 +179,9 @@ impl Ctr {
 
     /// `ctr tasks checkpoint`.
     pub fn checkpoint(&self, id: &str, options: &Checkpoint) -> Result<()> {
-        self.run(options.arguments(id)).map(drop)
+        let arguments = options.arguments(id);
+        let arguments: Vec<&str> = arguments.iter().map(String::as_str).collect();
+        self.run_with_a_pause(&arguments)
     }
 
     /// `ctr tasks checkpoint` that has to fail; gives the error.
@@ -180,7 +194,7 @@ impl Ctr {
     /// ctr 1.7 keeps quiet about content that the store has already, as the second checkpoint of a
     /// container has unless the image of the first is gone: only the restore shows it.
     pub fn checkpoint_container(&self, id: &str, image: &str) -> Result<()> {
-        self.run(["containers", "checkpoint", "--rw", "--task", id, image]).map(drop)
+        self.run_with_a_pause(&["containers", "checkpoint", "--rw", "--task", id, image])
     }
 
     /// `ctr containers restore --rw --live`.

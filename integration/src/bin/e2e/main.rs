@@ -41,7 +41,7 @@ use stasis_integration::suite::Suite;
 use crate::shim_lifecycle::Table;
 
 /// How many containers at once suit a machine of two cores, on which the deadlines were chosen.
-const PARALLEL: usize = 2;
+const PARALLEL: usize = 3;
 
 type Body = Box<dyn FnOnce(&Case) -> Result<()> + Send>;
 
