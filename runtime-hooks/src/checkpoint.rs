@@ -248,7 +248,7 @@ fn refuse_half_moved(suspended: &Entry) -> Result<(), Cause> {
     if same { Ok(()) } else { Err(Cause::HalfMoved) }
 }
 
-/// What a checkpointed process needs beside what NVML says that it uses (measured on 580: 43 MiB).
+/// What a checkpointed process needs beside what NVML says that it uses (measured on 580: 9 to 43 MiB).
 const BESIDES: u64 = 64 << 20;
 
 /// Refuses what host memory has no room for. Processes that are CHECKPOINTED have it there already, and

@@ -381,12 +381,12 @@ pub enum Cause {
 impl Cause {
     /// Whether the driver has lost what a process had on the GPU: no later restore brings it back.
     /// A restore that has returned 2 returns 304 from then on, also when memory is free again, and so it
-    /// does after 1 for shared memory (measured on 580; of a toggle it is not known).
+    /// does after 1 for shared memory; a toggle the same (measured on 580).
     pub(crate) fn is_loss(&self) -> bool {
         match self {
             Self::SharedLost { .. } | Self::Unusable { .. } => true,
             Self::Driver { error: DriverError::Refused { call, error }, .. } => {
-                *call == Call::Restore
+                matches!(call, Call::Restore | Call::Toggle)
                     && matches!(*error, CudaError::OUT_OF_MEMORY | CudaError::OPERATING_SYSTEM)
             }
             _ => false,

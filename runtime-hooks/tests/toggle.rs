@@ -269,18 +269,24 @@ fn a_suspended_container_is_resumed_or_stays_suspended_as_a_whole() {
         let world = world(2, frozen);
         let entry = suspend(&world).unwrap();
         assert_eq!(world.states(), [CudaState::Checkpointed; 2]);
-        world.with(|state| state.no_room.push(102));
+        world.with(|state| state.stuck.push(102));
         let failure = resume_suspended(&world, &entry).unwrap_err();
         assert!(matches!(failure.left, Left::Suspended), "{failure}");
         assert_eq!(world.states(), [CudaState::Checkpointed; 2]);
         world.with(|state| {
             assert_eq!(state.entry.as_ref().unwrap().stage, Stage::Suspended);
             assert_eq!(state.frozen, frozen);
-            state.no_room.clear();
+            state.stuck.clear();
         });
         resume_suspended(&world, &entry).unwrap();
         assert_eq!(world.states(), [CudaState::Running; 2]);
     }
+    // What has found no room finds it never again.
+    let world = world(1, false);
+    let entry = suspend(&world).unwrap();
+    world.with(|state| state.no_room.push(101));
+    let failure = resume_suspended(&world, &entry).unwrap_err();
+    assert!(matches!(failure.left, Left::Killed { .. }), "{failure}");
 }
 
 #[test]

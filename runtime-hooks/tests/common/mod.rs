@@ -551,7 +551,10 @@ impl World {
                     return Err(refused(401));
                 }
                 if from == CudaState::Checkpointed && state.no_room.contains(pid) {
-                    return Err(refused(2));
+                    return Err(refused(if state.lost.insert(*pid) { 2 } else { 304 }));
+                }
+                if from == CudaState::Checkpointed && state.stuck.contains(pid) {
+                    return Err(refused(999));
                 }
                 if state.refused.contains(pid) {
                     *current = CudaState::Locked;
