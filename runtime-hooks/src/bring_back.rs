@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 use crate::cuda::{CudaError, CudaState, Steps};
 use crate::discover::probe;
 use crate::error::{Cause, Failure, Left, Phase};
+use crate::freezer::FreezerError;
 use crate::give_back;
 use crate::hold::HoldError;
 use crate::journal::{Entry, Stage};
@@ -91,13 +92,22 @@ pub fn bring_back(
             Cause::Driver { error, .. } => error.code().is_some(),
             _ => false,
         };
-        if last_word || attempts == ATTEMPTS || Instant::now() >= deadline {
+        // A machine that has no time for a thread has it later. No job ends for that.
+        let slow = matches!(
+            cause,
+            Cause::Hold(HoldError::Pending { .. }) | Cause::Freezer(FreezerError::Stuck { .. })
+        );
+        let enough = attempts >= ATTEMPTS && !slow;
+        if last_word || enough || Instant::now() >= deadline {
             return Err(cause);
         }
         tracing::warn!(%cause, container = entry.container, "bringing back is tried again");
+        std::thread::sleep(PAUSE);
     }
 }
 
+/// Between two attempts.
+const PAUSE: Duration = Duration::from_millis(10);
 /// How often bringing back is tried.
 const ATTEMPTS: u32 = 3;
 

@@ -27,8 +27,9 @@ pub struct Place {
 pub enum FindError {
     /// There is none of that name.
     #[error(
-        "no container has the id {name}, or one that begins so; looked in {}; name another root \
-         directory of a runtime with --root, or see stasis ps --all",
+        "no container has the id {name}, or one that begins so; looked in {}; see stasis ps --all (names \
+         are not known here: docker ps --filter name={name} tells an id), or name another root directory of \
+         a runtime with --root",
         shown(.roots)
     )]
     NotFound {

@@ -501,6 +501,23 @@ fn nothing_of_a_paused_ones_code_runs_whatever_fails() {
     }
 }
 
+/// As on a machine whose processors are taken for half a minute.
+#[test]
+fn threads_that_stop_late_and_a_late_freezer_cost_no_job() {
+    for frozen in [false, true] {
+        for call in ["settle", "freeze"] {
+            let world = World::new(1, frozen).fault(call, Fault::Error(1), 20);
+            match suspend(&world) {
+                Ok(()) => is_suspended(&world, frozen),
+                Err(failure) => {
+                    assert!(!matches!(failure.left, Left::Killed { .. }), "{call}: {failure}");
+                    runs(&world, frozen);
+                }
+            }
+        }
+    }
+}
+
 #[test]
 fn one_that_was_resumed_by_others_is_not_paused_by_its_repair() {
     let world = World::new(1, true);

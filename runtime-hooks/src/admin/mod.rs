@@ -32,42 +32,57 @@ struct Cli {
 }
 
 const FILES: &str = "\
-To free the GPU of a container for ten minutes:
+To free the GPU of a container for ten minutes, as root; CONTAINER is its id, or the beginning of it:
   stasis ps                      which containers use a GPU, and how much of it
   stasis suspend CONTAINER       its data goes to host memory, the GPU is free, it waits
   sleep 600
   stasis resume CONTAINER        it goes on where it was
+If one of these was killed in the middle:
+  stasis repair                  the container runs, or is suspended, and nothing in between
 
-Configuration: /etc/stasis/config.toml, or the file that STASIS_CONFIG names.";
+stasis COMMAND --help and man stasis-COMMAND say more; the configuration is /etc/stasis/config.toml, or the
+file that STASIS_CONFIG names.";
 
 #[derive(Debug, Subcommand)]
 enum Command {
     /// Is this host ready? A line for each requirement, with what to do
     ///
-    /// Exit status 0 only if containers with CUDA can be checkpointed.
+    /// Exit status 0 only if containers with CUDA can be checkpointed. To suspend and to resume takes the
+    /// driver's part of that, and not CRIU.
     Check {
         /// Print JSON
         #[arg(long)]
         json: bool,
     },
     /// List the containers that use CUDA: processes, state, GPU, memory
+    ///
+    /// Also those that are suspended, and those that a killed operation has left behind. Nothing is
+    /// changed.
     Ps(Ps),
-    /// Free the GPU of a running container: its CUDA goes to host memory, and its CUDA calls wait
+    /// Free the GPU of a running container: what it has there goes to host memory, and its CUDA calls wait
     ///
-    /// All of its CUDA processes are suspended, or none. It lives on: it can be paused, killed and
-    /// checkpointed as before. `stasis resume` gives its CUDA back.
+    /// All of its CUDA processes are suspended, or none: if that fails, is interrupted, or takes longer
+    /// than the timeout, the container runs on as before. If the host, or the container's memory limit, has
+    /// no room for what is on the GPU, nothing is begun. It does not matter which runtime started it, or
+    /// how.
+    ///
+    /// Its other code runs on. It can be paused, stopped and checkpointed as before, and like any process
+    /// it does not survive a reboot. Others may take the memory of the GPU meanwhile. `stasis resume` gives
+    /// it back what it had. Exit status 0 if it is suspended, 1 if it is not.
     Suspend(Suspend),
-    /// Give a suspended container its CUDA back
+    /// Give a suspended container back what it had on the GPU
     ///
-    /// If the GPU has no room for it until the timeout, it stays suspended and nothing is lost.
+    /// If the GPU has no room for it until the timeout, or if this is interrupted meanwhile, it stays
+    /// suspended and nothing is lost. Exit status 0 if its CUDA works, 1 if it does not.
     Resume(Resume),
-    /// Put right what a killed operation has left behind
+    /// Put right what a suspend, resume, checkpoint or restore that was killed has left behind
     ///
-    /// Each container with a journal is brought back to the state from before the operation. The next
-    /// operation on a container does the same by itself. The journals tell where the containers are, so
-    /// those under any root directory are found, and cgroups, too.
+    /// Afterwards a container runs, or is paused, as it was before; one whose suspend or resume was killed
+    /// stays suspended if the GPU has no room for it. What is still at work is left alone. The next
+    /// suspend, resume, checkpoint, pause or exec does the same by itself. What was noted when an operation
+    /// began tells where the containers are, so all are found, and cgroups, too.
     Repair {
-        /// Only this container: its id, or the beginning of it, or the path of a cgroup
+        /// Only this one: its id, or the beginning of it, or the path of a cgroup; without, all of them
         container: Option<String>,
         #[command(flatten)]
         roots: Roots,
@@ -88,7 +103,8 @@ enum Command {
 /// Where containers are looked for.
 #[derive(Debug, Args)]
 struct Roots {
-    /// Look only in this root directory of an OCI runtime. May be given several times
+    /// Look only in this root directory of an OCI runtime (runc --root). May be given several times; those
+    /// of containerd, Docker and Podman are known
     #[arg(long = "root", value_name = "DIRECTORY")]
     given: Vec<PathBuf>,
 }
@@ -96,13 +112,15 @@ struct Roots {
 /// Which container.
 #[derive(Debug, Args)]
 struct Which {
-    /// Its id as ctr, nerdctl, docker or podman show it, or the beginning of it
+    /// Its id as ctr, nerdctl, docker ps or podman ps show it, or the beginning of it; not its name. One of
+    /// this, --pid and --cgroup is needed
     #[arg(required_unless_present_any = ["pid", "cgroup"])]
     container: Option<String>,
     /// The container that this process is in
     #[arg(long, value_name = "PID", conflicts_with = "container", value_parser = clap::value_parser!(i32).range(1..))]
     pid: Option<i32>,
-    /// All of this cgroup, where there is no container: a directory, or a path as in /proc/PID/cgroup
+    /// All processes of this cgroup, such as a systemd service, where there is no container: a directory,
+    /// or a path as in /proc/PID/cgroup
     #[arg(long, value_name = "PATH", conflicts_with_all = ["container", "pid"])]
     cgroup: Option<PathBuf>,
     #[command(flatten)]
@@ -127,7 +145,8 @@ struct Ps {
 struct Suspend {
     #[command(flatten)]
     which: Which,
-    /// How long its CUDA work may take to come to an end, such as 90s [default: cuda.lock-timeout]
+    /// How long to wait for a moment without a kernel under way, such as 90s; then it runs on as before
+    /// [default: cuda.lock-timeout of the configuration, 60s]
     #[arg(long, value_name = "TIME", value_parser = stasis_config::duration::timeout)]
     timeout: Option<Duration>,
     /// Print JSON
@@ -139,14 +158,15 @@ struct Suspend {
 struct Resume {
     #[command(flatten)]
     which: Which,
-    /// Onto another GPU: its number as nvidia-smi counts, or its UUID. For a container that used one, and
-    /// has the nodes of both. From driver 580 on
+    /// Onto another GPU of the same product: its UUID, the beginning of that, or its number in nvidia-smi -L.
+    /// For a container that used one GPU, and was given both when it was started. From driver 580 on
     #[arg(long, value_name = "GPU", conflicts_with = "device_map")]
     to: Option<String>,
-    /// Which GPUs take the place of which: OLD=NEW,…. The others stay if they can. From driver 580 on
+    /// The same for several: OLD=NEW,OLD=NEW, each as for --to, such as 0=1,1=0. From driver 580 on
     #[arg(long, value_name = "MAP")]
     device_map: Option<String>,
-    /// How long to wait for room on the GPU, such as 10m [default: cuda.restore-timeout]
+    /// How long to wait for room on the GPU, such as 2h [default: cuda.restore-timeout of the
+    /// configuration, 10m]
     #[arg(long, value_name = "TIME", value_parser = stasis_config::duration::timeout)]
     timeout: Option<Duration>,
     /// Print JSON

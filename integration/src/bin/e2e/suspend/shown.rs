@@ -65,7 +65,8 @@ fn help(case: &Case<'_>) -> Result<()> {
         stasis.run(&line.split_whitespace().collect::<Vec<_>>())?;
         typed.push(line);
     }
-    let expected = ["ps".to_owned(), format!("suspend {id}"), format!("resume {id}")];
+    let expected =
+        ["ps".to_owned(), format!("suspend {id}"), format!("resume {id}"), "repair".to_owned()];
     ensure!(typed == expected, "{typed:?}");
     case.expect(&id, 102)
 }
