@@ -5,7 +5,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::{Arc, PoisonError, RwLock};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
 use nix::unistd::Pid;
@@ -18,6 +18,7 @@ use crate::gpu::Gpu;
 use crate::runtime::{Runtime, Settings};
 use crate::shim::Shim;
 use crate::site::{Kind, Pool, Site};
+use crate::starvation::Watch;
 use crate::suite::Suite;
 use crate::task::TaskClient;
 use crate::{command, image, leaks, udp, wait};
@@ -44,6 +45,7 @@ pub struct Lab {
     pool: Pool,
     /// Held alone by tests that measure times.
     quiet: RwLock<()>,
+    watch: Watch,
 }
 
 /// What a test runs on.
@@ -91,7 +93,8 @@ impl Lab {
         let shared =
             Site::start(&directory.join("shared"), Kind::Go, &binaries, &namespace, &archive)?;
         let pool = Pool::new(&directory.join("apart"), &binaries, &namespace, &archive);
-        Ok(Self { directory, binaries, shared: Arc::new(shared), pool, quiet: RwLock::default() })
+        let (shared, quiet, watch) = (Arc::new(shared), RwLock::default(), Watch::start());
+        Ok(Self { directory, binaries, shared, pool, quiet, watch })
     }
 
     /// A containerd that nobody else uses.
@@ -114,12 +117,25 @@ impl Lab {
     /// Runs one test with its own GPU, runtime and directory, and cleans up after it.
     ///
     /// What goes wrong in cleaning fails a test that went well otherwise. The logs of a failed
-    /// one are kept.
+    /// one are kept. It is repeated, once, if the machine stood still meanwhile.
     pub fn run(
         &self,
         name: &str,
         place: Place,
-        test: impl FnOnce(&Case) -> Result<()>,
+        mut test: impl FnMut(&Case) -> Result<()>,
+    ) -> Result<()> {
+        let begin = Instant::now();
+        let Err(error) = self.attempt(name, place, &mut test) else { return Ok(()) };
+        let Some(starved) = self.watch.since(begin) else { return Err(error) };
+        eprintln!("{name} is repeated, since {starved}; it had failed: {error:#}");
+        self.attempt(&format!("{name}_again"), place, &mut test)
+    }
+
+    fn attempt(
+        &self,
+        name: &str,
+        place: Place,
+        test: &mut dyn FnMut(&Case) -> Result<()>,
     ) -> Result<()> {
         let (_alone, _beside) = if place.quiet {
             (Some(self.quiet.write().unwrap_or_else(PoisonError::into_inner)), None)

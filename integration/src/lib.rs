@@ -28,6 +28,7 @@ pub mod runtime;
 pub mod seen;
 pub mod shim;
 pub mod site;
+pub mod starvation;
 pub mod suite;
 pub mod task;
 pub mod udp;

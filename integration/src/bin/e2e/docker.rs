@@ -147,7 +147,7 @@ pub(crate) fn tests() -> Vec<(Place, Vec<Test>)> {
 fn test(
     way: Way,
     name: &str,
-    body: impl FnOnce(&Docker<'_>, Way) -> Result<()> + Send + 'static,
+    body: impl Fn(&Docker<'_>, Way) -> Result<()> + Send + 'static,
 ) -> Test {
     Test::new(format!("{}_{name}", way.word()), move |case: &Case<'_>| {
         Docker::test(case, |docker| body(docker, way))

@@ -41,9 +41,9 @@ use stasis_integration::suite::Suite;
 use crate::shim_lifecycle::Table;
 
 /// How many containers at once suit a machine of two cores, on which the deadlines were chosen.
-const PARALLEL: usize = 3;
+const PARALLEL: usize = 2;
 
-type Body = Box<dyn FnOnce(&Case) -> Result<()> + Send>;
+type Body = Box<dyn Fn(&Case) -> Result<()> + Send>;
 
 /// One test.
 struct Test {
@@ -54,10 +54,7 @@ struct Test {
 }
 
 impl Test {
-    fn new(
-        name: impl Into<String>,
-        body: impl FnOnce(&Case) -> Result<()> + Send + 'static,
-    ) -> Self {
+    fn new(name: impl Into<String>, body: impl Fn(&Case) -> Result<()> + Send + 'static) -> Self {
         Self { name: name.into(), suites: &Suite::ALL, body: Box::new(body) }
     }
 

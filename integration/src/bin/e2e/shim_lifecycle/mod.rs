@@ -102,6 +102,7 @@ impl Check {
                     // Containerd's own shim with the real runc is what is compared with.
                     case.set(&Settings { engine: Engine::Stock, ..Settings::default() })?;
                 }
+                seen = Seen::default();
                 (self.body)(case, &mut seen)
             });
             let cell = match result {
