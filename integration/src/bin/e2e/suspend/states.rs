@@ -113,13 +113,15 @@ fn pause_meanwhile(case: &Case<'_>) -> Result<()> {
     let stasis = Stasis::new(case);
     case.gpu.configure(&["copy-bytes-per-second=2000000"])?;
     let id = case.start_counter(&["--pattern-mib", "8"])?;
-    for verb in ["suspend", "resume"] {
+    for (verb, stage) in [("suspend", "\"freeing\""), ("resume", "\"resuming\"")] {
         let mut call = stasis.command(&[verb, &id]);
         let mut call = call.stdout(Stdio::null()).stderr(Stdio::null()).spawn()?;
-        let copies = || stasis.seen(&id).ok().flatten();
-        wait::until("the operation", LIMIT, || {
-            Ok(copies().filter(|seen| seen["operation"] != "suspended").map(drop))
-        })?;
+        // Whoever comes before it has begun may pause.
+        let begun = || {
+            let texts = stasis.journals().into_iter().map(fs::read_to_string);
+            texts.flatten().any(|text| text.contains(stage))
+        };
+        wait::until("the operation", LIMIT, || Ok(begun().then_some(())))?;
         std::thread::sleep(Duration::from_millis(300));
         let error = case.ctr().fail(["tasks", "pause", &id])?;
         ensure!(call.try_wait()?.is_none(), "{verb} was over when it was paused");
