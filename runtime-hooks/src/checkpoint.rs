@@ -20,17 +20,16 @@ use crate::bring_back::{
 };
 use crate::container::Container;
 use crate::cuda::job::{Copied, Identity};
-use crate::cuda::{Call, CudaState, DriverError, DriverFacts};
+use crate::cuda::{Call, DriverError, DriverFacts};
 use crate::discover::{Gate, find_uses, newcomers, refuse_strays};
 use crate::error::{Cause, Failure, Left, Phase};
-use crate::host_memory::Room;
+use crate::host_memory;
 use crate::job::{self, JobError, Membership};
 use crate::journal::{Entry, Stage};
 use crate::parts::{CudaProcess, Limits, Parts, Progress};
 use crate::remap;
 use crate::spec;
-use crate::suspend::{STATE, suspend};
-use crate::suspended::recall;
+use crate::suspend::{STATE, recall, suspend};
 
 /// What becomes of the container afterwards.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -192,7 +191,7 @@ fn preflight(
     }
     refuse_strays(parts.processes, cuda, request.container.init.pid)?;
     find_uses(parts, cuda);
-    host_memory(parts, cuda)?;
+    host_memory::require(parts.memory, cuda)?;
     if let Some(suspended) = request.suspended {
         recall_uses(cuda, suspended);
     }
@@ -246,29 +245,6 @@ fn origin(request: &Request<'_>, uuid: String) -> String {
 fn refuse_half_moved(suspended: &Entry) -> Result<(), Cause> {
     let same = suspended.processes.windows(2).all(|two| two[0].device_map == two[1].device_map);
     if same { Ok(()) } else { Err(Cause::HalfMoved) }
-}
-
-/// What a checkpointed process needs beside what NVML says that it uses (measured on 580: 9 to 43 MiB).
-const BESIDES: u64 = 64 << 20;
-
-/// Refuses what host memory has no room for. Processes that are CHECKPOINTED have it there already, and
-/// use no GPU.
-pub(crate) fn host_memory(parts: &Parts<'_>, cuda: &[CudaProcess]) -> Result<(), Cause> {
-    let known = |process: &CudaProcess| -> u64 {
-        process.uses.gpus.iter().filter_map(|(_, bytes)| *bytes).sum()
-    };
-    let moves = |process: &&CudaProcess| process.found != Some(CudaState::Checkpointed);
-    let on_gpu = cuda.iter().filter(moves).map(known).filter(|bytes| *bytes > 0);
-    let needed: u64 = on_gpu.map(|bytes| bytes.saturating_add(BESIDES)).sum();
-    if needed == 0 {
-        return Ok(());
-    }
-    match parts.memory.room() {
-        Some(Room { bytes: room, of }) if room < needed => {
-            Err(Cause::NoHostMemory { needed, room, of })
-        }
-        _ => Ok(()),
-    }
 }
 
 /// What suspended processes will need: they use no GPU now.

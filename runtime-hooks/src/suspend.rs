@@ -14,7 +14,6 @@
 
 use std::time::{Duration, Instant};
 
-use crate::checkpoint::host_memory;
 use crate::cuda::{Answers, CudaError, CudaState, Driver, Steps};
 use crate::discover::{Gate, find_uses, newcomers, refuse_strays};
 use crate::error::{Cause, Phase, Who};
@@ -22,7 +21,7 @@ use crate::hold::Keep;
 use crate::journal::{Entry, Noted, Stage};
 use crate::parts::{CudaProcess, Holding, Limits, Parts, Progress, pids};
 use crate::processes::{Pid, Processes};
-use crate::{in_turn, job};
+use crate::{host_memory, in_turn, job};
 
 /// How long a state may take to be told when no long operation is under way.
 pub(crate) const STATE: Duration = Duration::from_secs(30);
@@ -104,7 +103,7 @@ pub fn suspend(
     find_uses(parts, cuda);
     entry.processes = cuda.iter().map(Noted::from).collect();
     if steps == Steps::Separate {
-        host_memory(parts, cuda)?;
+        host_memory::require(parts.memory, cuda)?;
     }
     parts.journal.save(entry)?;
 
@@ -121,6 +120,13 @@ pub fn suspend(
         Some(new) => Err(Cause::Appeared { who: new.who() }),
         None => Ok(()),
     }
+}
+
+/// Tells the driver which processes this entry has left CHECKPOINTED.
+pub(crate) fn recall(parts: &mut Parts<'_>, suspended: &Entry) {
+    let there = suspended.processes.iter().filter(|noted| parts.processes.alive(noted.id));
+    let pids: Vec<Pid> = there.map(|noted| noted.id.pid).collect();
+    parts.driver.recall(&pids);
 }
 
 /// Freezes the container. It is noted before, so that a repair can tell it from somebody else's pause.

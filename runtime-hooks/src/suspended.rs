@@ -12,18 +12,19 @@
 use std::time::Duration;
 
 use crate::bring_back::{Back, Goal, Thaw, bring_back, fail, forget, kill, log_of, processes_of};
-use crate::checkpoint::{host_memory, require_actions};
+use crate::checkpoint::require_actions;
 use crate::container::Container;
 use crate::cuda::{CudaState, DriverFacts, Steps};
 use crate::discover::{Gate, find_uses};
 use crate::error::{Cause, Failure, Left, Phase};
 use crate::freezer::FreezerError;
+use crate::host_memory;
 use crate::job::{self, Membership};
 use crate::journal::{Entry, Noted, Stage};
 use crate::parts::{CudaProcess, Limits, Parts, Progress, pids};
 use crate::processes::{Pid, ProcessId};
 use crate::remap::DeviceMap;
-use crate::suspend::{STATE, check, driver_runs, verify};
+use crate::suspend::{STATE, check, driver_runs, recall, verify};
 
 /// A suspension that is asked for.
 #[derive(Debug)]
@@ -94,7 +95,7 @@ fn preflight(
         recall(parts, earlier);
     }
     find_uses(parts, cuda);
-    host_memory(parts, cuda)?;
+    host_memory::require(parts.memory, cuda)?;
     let init = request.container.init;
     let mut entry = Entry::new(&request.container.id, init, parts.freezer.frozen()?, "".as_ref());
     entry.stage = Stage::Freeing;
@@ -104,13 +105,6 @@ fn preflight(
     entry.suspended = request.earlier.cloned().map(Box::new);
     parts.journal.save(&entry)?;
     Ok((facts, entry))
-}
-
-/// Tells the driver which processes this entry has left CHECKPOINTED.
-pub(crate) fn recall(parts: &mut Parts<'_>, suspended: &Entry) {
-    let there = suspended.processes.iter().filter(|noted| parts.processes.alive(noted.id));
-    let pids: Vec<Pid> = there.map(|noted| noted.id.pid).collect();
-    parts.driver.recall(&pids);
 }
 
 /// The job that the processes are in, if this driver has jobs.

@@ -95,6 +95,17 @@ fn the_container_goes_on_without_its_gpu_and_gets_it_back() {
     }
 }
 
+/// Suspends where `call` is faulty, which may be got over.
+fn suspended_or_as_before(world: &World, frozen: bool, call: &str) {
+    match suspend(world) {
+        Ok(()) => is_suspended(world, frozen),
+        Err(failure) => {
+            assert!(!matches!(failure.left, Left::Killed { .. }), "{call}: {failure}");
+            runs(world, frozen);
+        }
+    }
+}
+
 #[test]
 fn a_failed_suspension_ends_where_it_began() {
     let calls = ["journal", "lock", "checkpoint", "states", "freeze", "thaw", "hold"];
@@ -102,13 +113,7 @@ fn a_failed_suspension_ends_where_it_began() {
         for frozen in [false, true] {
             let world = World::new(2, frozen).fault(call, Fault::Error(999), 1);
             // Of the others the second may be the one that matters.
-            match suspend(&world) {
-                Ok(()) => is_suspended(&world, frozen),
-                Err(failure) => {
-                    assert!(!matches!(failure.left, Left::Killed { .. }), "{call}: {failure}");
-                    runs(&world, frozen);
-                }
-            }
+            suspended_or_as_before(&world, frozen, call);
         }
     }
 }
@@ -507,13 +512,7 @@ fn threads_that_stop_late_and_a_late_freezer_cost_no_job() {
     for frozen in [false, true] {
         for call in ["settle", "freeze"] {
             let world = World::new(1, frozen).fault(call, Fault::Error(1), 20);
-            match suspend(&world) {
-                Ok(()) => is_suspended(&world, frozen),
-                Err(failure) => {
-                    assert!(!matches!(failure.left, Left::Killed { .. }), "{call}: {failure}");
-                    runs(&world, frozen);
-                }
-            }
+            suspended_or_as_before(&world, frozen, call);
         }
     }
 }

@@ -341,14 +341,12 @@ pub(super) fn repair_first(context: &Context<'_>) -> anyhow::Result<()> {
     if !journal.exists() {
         return Ok(());
     }
-    let operation = if context.line.subcommand == "pause" { "pause" } else { "exec" };
-    let _lock = match journal.lock(Duration::ZERO) {
+    let pauses = context.line.subcommand == "pause";
+    let patience = if pauses { LOCK_PATIENCE } else { Duration::ZERO };
+    let _lock = match journal.lock(patience) {
         Ok(lock) => lock,
-        Err(JournalError::Busy) if operation == "exec" => return Ok(()),
-        Err(JournalError::Busy) => match journal.lock(LOCK_PATIENCE) {
-            Ok(lock) => lock,
-            Err(error) => return Err(untouched(context, operation, error.into())),
-        },
+        Err(JournalError::Busy) if !pauses => return Ok(()),
+        Err(error @ JournalError::Busy) => return Err(untouched(context, "pause", error.into())),
         Err(error) => return Err(untouched(context, "repair", error.into())),
     };
     let entry = journal.load().map_err(|error| untouched(context, "repair", error.into()))?;

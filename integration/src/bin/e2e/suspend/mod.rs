@@ -12,16 +12,20 @@ mod several;
 mod shown;
 mod states;
 
+use std::fs::{self, File};
 use std::path::PathBuf;
-use std::process::Command;
-use std::time::Duration;
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
 use serde_json::Value;
 use stasis_integration::case::{Case, Place};
 use stasis_integration::command::{self, Finished};
 use stasis_integration::shim::Shim;
 use stasis_integration::suite::Suite;
+use stasis_integration::wait;
 
 use crate::Test;
 
@@ -95,6 +99,27 @@ impl<'a> Stasis<'a> {
         let last = stderr.lines().last().context("it failed and said nothing")?;
         ensure!(last.starts_with("stasis: "), "the last line is {last:?}");
         Ok(last.to_owned())
+    }
+
+    /// One that gets a signal a little after it has said this word, and has to fail; gives what it said,
+    /// and how long it took to end.
+    fn interrupted(
+        self,
+        arguments: &[&str],
+        word: &str,
+        signal: Signal,
+    ) -> Result<(String, Duration)> {
+        let said = self.case.path("said");
+        let mut call = self.command(arguments);
+        let mut call = call.stdout(Stdio::null()).stderr(File::create(&said)?).spawn()?;
+        let text = || fs::read_to_string(&said).unwrap_or_default();
+        wait::until(word, LIMIT, || Ok(text().contains(word).then_some(())))?;
+        std::thread::sleep(Duration::from_millis(300));
+        let since = Instant::now();
+        kill(Pid::from_raw(i32::try_from(call.id())?), signal)?;
+        let status = command::wait(&mut call, LIMIT)?.context("it did not end")?;
+        ensure!(status.code() == Some(1), "it ended with {status}: {}", text());
+        Ok((text(), since.elapsed()))
     }
 
     /// What `--json` prints.

@@ -2,11 +2,10 @@
 
 use std::fs::{self, File};
 use std::process::Stdio;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-use anyhow::{Context as _, Result, bail, ensure};
-use nix::sys::signal::{Signal, kill};
-use nix::unistd::Pid;
+use anyhow::{Result, bail, ensure};
+use nix::sys::signal::Signal;
 use stasis_integration::case::{Case, Container};
 use stasis_integration::ctr::Checkpoint;
 use stasis_integration::runtime::Settings;
@@ -140,18 +139,10 @@ fn at_once(case: &Case<'_>) -> Result<()> {
 
 fn interrupted(case: &Case<'_>) -> Result<()> {
     let (stasis, first, second) = two(case)?;
-    let said = case.path("said");
-    let mut call = stasis.command(&["resume", &first, "--timeout", "60s"]);
-    let mut call = call.stdout(Stdio::null()).stderr(File::create(&said)?).spawn()?;
-    let text = || fs::read_to_string(&said).unwrap_or_default();
-    wait::until("the wait", LIMIT, || Ok(text().contains(": cuda-restore").then_some(())))?;
-    std::thread::sleep(Duration::from_millis(300));
-    let since = Instant::now();
-    kill(Pid::from_raw(i32::try_from(call.id())?), Signal::SIGINT)?;
-    let status = command::wait(&mut call, LIMIT)?.context("it did not end")?;
-    ensure!(status.code() == Some(1), "it ended with {status}: {}", text());
-    ensure!(since.elapsed() < Duration::from_secs(20), "after {:?}", since.elapsed());
-    says(&text(), &["interrupted", "is suspended and nothing is lost"])?;
+    let arguments = ["resume", &first, "--timeout", "60s"];
+    let (text, took) = stasis.interrupted(&arguments, ": cuda-restore", Signal::SIGINT)?;
+    ensure!(took < Duration::from_secs(20), "after {took:?}");
+    says(&text, &["interrupted", "is suspended and nothing is lost"])?;
     stasis.expect_waiting(&first)?;
     case.remove(&second)?;
     stasis.run(&["resume", &first])?;

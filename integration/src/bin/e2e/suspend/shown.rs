@@ -7,12 +7,11 @@ use std::process::{Child, ChildStdin, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, ensure};
-use nix::sys::signal::{Signal, kill};
-use nix::unistd::Pid;
+use nix::sys::signal::Signal;
 use stasis_integration::case::{Case, Container};
 use stasis_integration::ctr::Status;
 use stasis_integration::runtime::Settings;
-use stasis_integration::{command, wait};
+use stasis_integration::wait;
 
 use super::{LIMIT, Stasis, says};
 use crate::Test;
@@ -253,18 +252,10 @@ fn runs_on(case: &Case<'_>, id: &str) -> Result<()> {
 fn interrupted(case: &Case<'_>) -> Result<()> {
     let (stasis, id) = (Stasis::new(case), busy(case)?);
     for signal in [Signal::SIGINT, Signal::SIGTERM] {
-        let said = case.path("said");
-        let mut call = stasis.command(&["suspend", &id, "--timeout", "60s"]);
-        let mut suspend = call.stdout(Stdio::null()).stderr(File::create(&said)?).spawn()?;
-        let text = || fs::read_to_string(&said).unwrap_or_default();
-        wait::until("the lock", LIMIT, || Ok(text().contains(": lock").then_some(())))?;
-        std::thread::sleep(Duration::from_millis(300));
-        let since = Instant::now();
-        kill(Pid::from_raw(i32::try_from(suspend.id())?), signal)?;
-        let status = command::wait(&mut suspend, LIMIT)?.context("it did not end")?;
-        ensure!(status.code() == Some(1), "it ended with {status}: {}", text());
-        ensure!(since.elapsed() < Duration::from_secs(8), "after {:?}", since.elapsed());
-        says(&text(), &["interrupted", "the container runs on as before"])?;
+        let arguments = ["suspend", &id, "--timeout", "60s"];
+        let (text, took) = stasis.interrupted(&arguments, ": lock", signal)?;
+        ensure!(took < Duration::from_secs(8), "after {took:?}");
+        says(&text, &["interrupted", "the container runs on as before"])?;
         runs_on(case, &id)?;
     }
     Ok(())
