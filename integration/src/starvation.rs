@@ -160,7 +160,10 @@ mod tests {
         assert_eq!(if_ready(&stat.replace(") R", ") S")), None);
         let status = "Name:\tx\nvoluntary_ctxt_switches:\t5\nnonvoluntary_ctxt_switches:\t2\n";
         assert_eq!(switches(status), 7);
-        // Whoever reads it runs.
-        assert!(ready().values().any(|thread| thread.switches > 0));
+        // Whoever reads it runs, and has slept once.
+        thread::sleep(Duration::from_millis(1));
+        let ready = ready();
+        let own = &ready[&nix::unistd::gettid().as_raw()];
+        assert!(own.switches > 0, "{own:?}");
     }
 }
