@@ -209,7 +209,7 @@ fn membership(
     cuda: &[CudaProcess],
     facts: &DriverFacts,
 ) -> Result<Option<Membership>, Cause> {
-    if !job::known(facts) {
+    if !job::may_have(facts) {
         return Ok(None);
     }
     let init = request.container.init;
@@ -421,8 +421,12 @@ fn manifest(
                 command: process.process.command.clone(),
                 order,
                 gpus: gpus.iter().map(|(uuid, _)| uuid.clone()).collect(),
-                device_bytes: (!gpus.is_empty())
-                    .then(|| gpus.iter().filter_map(|(_, bytes)| *bytes).sum()),
+                // Not known of one: not known.
+                device_bytes: gpus
+                    .iter()
+                    .map(|(_, bytes)| *bytes)
+                    .sum::<Option<u64>>()
+                    .filter(|_| !gpus.is_empty()),
             }
         })
         .collect();

@@ -121,6 +121,15 @@ impl Container {
         Ok(Self { id: id.to_owned(), init, bundle, cgroup })
     }
 
+    /// The bundle alone, of a container that need not run.
+    #[must_use]
+    pub fn bundle(root: &Path, id: &str) -> Option<PathBuf> {
+        let directory = root.join(id);
+        let state = Self::runc(&directory).ok().flatten();
+        let (_, bundle) = state.or_else(|| Self::crun(&directory).ok().flatten())?;
+        Some(bundle)
+    }
+
     fn runc(directory: &Path) -> Result<Option<(ProcessId, PathBuf)>, ContainerError> {
         let Some((path, text)) = read(directory.join("state.json"))? else {
             return Ok(None);

@@ -5,6 +5,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use crate::container::{Cgroup, CgroupVersion, Container, mounted};
+use crate::engines::Engine;
 use crate::processes::{Pid, ProcessId, start_time};
 
 /// Where runtimes are told to keep their state, or do so by themselves. A `*` stands for any one
@@ -12,6 +13,9 @@ use crate::processes::{Pid, ProcessId, start_time};
 /// their users could have root act on any process.
 const ROOTS: [&str; 4] =
     ["/run/containerd/runc/*", "/run/docker/runtime-*/*", "/run/runc", "/run/crun"];
+
+/// In place of a root directory, for cgroups that are no containers: no runtime has it.
+pub const CGROUPS: &str = "/sys/fs/cgroup";
 
 /// A container, as its runtime finds it.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
@@ -22,14 +26,22 @@ pub struct Place {
     pub id: String,
 }
 
+impl Place {
+    /// The name that its engine gave it, if it did.
+    #[must_use]
+    pub fn name(&self) -> Option<String> {
+        let bundle = Container::bundle(&self.root, &self.id)?;
+        Engine::of(&self.root, &bundle).name(&self.id, &bundle)
+    }
+}
+
 /// Why a container was not found.
 #[derive(Debug, thiserror::Error, PartialEq, Eq)]
 pub enum FindError {
     /// There is none of that name.
     #[error(
-        "no container has the id {name}, or one that begins so; looked in {}; see stasis ps --all (names \
-         are not known here: docker ps --filter name={name} tells an id), or name another root directory of \
-         a runtime with --root",
+        "no container has the id or the name {name}, or an id that begins so; looked in {}; see \
+         stasis ps --all, or name another root directory of a runtime with --root",
         shown(.roots)
     )]
     NotFound {
@@ -39,7 +51,7 @@ pub enum FindError {
         roots: Vec<PathBuf>,
     },
     /// There are several.
-    #[error("{name} may be {}; give more of its id, or its root directory with --root", list(.places))]
+    #[error("{name} may be {}; give all of its id, or its root directory with --root", list(.places))]
     Ambiguous {
         /// What was looked for.
         name: String,
@@ -129,17 +141,24 @@ pub fn all(roots: &[PathBuf]) -> Vec<Place> {
     roots.iter().flat_map(of).collect()
 }
 
-/// The one container whose id is `name`, or begins with it.
+/// The one container whose id is `name`; else the one of that name; else the one whose id begins so:
+/// Docker's order.
 pub fn find(roots: &[PathBuf], name: &str) -> Result<Place, FindError> {
     choose(&all(roots), roots, name)
 }
 
 /// The same among these, which were looked for in `roots`.
 pub fn choose(places: &[Place], roots: &[PathBuf], name: &str) -> Result<Place, FindError> {
-    let whole: Vec<Place> = places.iter().filter(|place| place.id == name).cloned().collect();
-    let begun = |place: &&Place| !name.is_empty() && place.id.starts_with(name);
+    let fits: [&dyn Fn(&Place) -> bool; 3] = [
+        &|place| place.id == name,
+        &|place| place.name().is_some_and(|own| own == name),
+        &|place| !name.is_empty() && place.id.starts_with(name),
+    ];
+    let all_that = |fits: &dyn Fn(&Place) -> bool| -> Vec<Place> {
+        places.iter().filter(|place| fits(place)).cloned().collect()
+    };
     let mut fitting =
-        if whole.is_empty() { places.iter().filter(begun).cloned().collect() } else { whole };
+        fits.into_iter().map(all_that).find(|found| !found.is_empty()).unwrap_or_default();
     match fitting.len() {
         0 => Err(FindError::NotFound { name: name.to_owned(), roots: roots.to_vec() }),
         1 => Ok(fitting.remove(0)),
@@ -273,6 +292,35 @@ mod tests {
             let said = found(name).unwrap_err().to_string();
             assert!(said.contains("no container") && said.contains("/a"), "{said}");
         }
+    }
+
+    #[test]
+    fn a_name_is_enough_where_no_id_is_the_same() {
+        let (host, roots) =
+            host(&["containerd/a/abc", "containerd/a/abcd", "containerd/a/web", "x/y"]);
+        let name = |id: &str, name: &str| {
+            let bundle = host.path().join(format!("bundle-{id}"));
+            fs::create_dir_all(&bundle).unwrap();
+            let state = serde_json::json!({
+                "init_process_pid": 1,
+                "init_process_start": 1,
+                "config": {"labels": [format!("bundle={}", bundle.display())]},
+            });
+            fs::write(roots[0].join(id).join("state.json"), state.to_string()).unwrap();
+            let config = serde_json::json!({"annotations": {"nerdctl/name": name}});
+            fs::write(bundle.join("config.json"), config.to_string()).unwrap();
+        };
+        let found = |name: &str| find(&roots, name).map(|place| place.id);
+        // `a` is the beginning of two ids, and then a name.
+        assert!(found("a").is_err());
+        name("web", "a");
+        name("abcd", "web");
+        assert_eq!((found("a").unwrap(), found("web").unwrap()), ("web".into(), "web".into()));
+        // In two namespaces nerdctl may call two the same.
+        name("abc", "a");
+        let said = found("a").unwrap_err().to_string();
+        assert!(said.contains("a may be abc in") && said.contains("or web in"), "{said}");
+        assert!(found("b").is_err());
     }
 
     #[test]

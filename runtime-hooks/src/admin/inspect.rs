@@ -22,7 +22,7 @@ pub(super) fn run(config: &Config, image: &Path, json: bool) -> ExitCode {
         bar.set_length(length);
         bar.set_position(position);
     };
-    let report = read::read(image, config.jobs.minimum_driver, &watch);
+    let report = read::read(image, &watch);
     bar.finish_and_clear();
     let mut report = match report {
         Ok(report) => report,

@@ -32,7 +32,7 @@ struct Cli {
 }
 
 const FILES: &str = "\
-To free the GPU of a container for ten minutes, as root; CONTAINER is its id, or the beginning of it:
+To free the GPU of a container for ten minutes, as root; CONTAINER is its id or its name:
   stasis ps                      which containers use a GPU, and how much of it
   stasis suspend CONTAINER       its data goes to host memory, the GPU is free, it waits
   sleep 600
@@ -56,15 +56,15 @@ enum Command {
     },
     /// List the containers that use CUDA: processes, state, GPU, memory
     ///
-    /// Also those that are suspended, and those that a killed operation has left behind. Nothing is
-    /// changed.
+    /// Also those that are suspended, and those that a killed operation has left behind, with cgroups that
+    /// are no containers among them. Nothing is changed.
     Ps(Ps),
     /// Free the GPU of a running container: what it has there goes to host memory, and its CUDA calls wait
     ///
     /// All of its CUDA processes are suspended, or none: if that fails, is interrupted, or takes longer
-    /// than the timeout, the container runs on as before. If the host, or the container's memory limit, has
-    /// no room for what is on the GPU, nothing is begun. It does not matter which runtime started it, or
-    /// how.
+    /// than the timeout, the container runs on as before; if the driver cannot give back what it has taken,
+    /// the error says so. If the host, or the container's memory limit, has no room for what is on the GPU,
+    /// nothing is begun. It does not matter whether Stasis had to do with its start.
     ///
     /// Its other code runs on. It can be paused, stopped and checkpointed as before, and like any process
     /// it does not survive a reboot. Others may take the memory of the GPU meanwhile. `stasis resume` gives
@@ -80,9 +80,10 @@ enum Command {
     /// Afterwards a container runs, or is paused, as it was before; one whose suspend or resume was killed
     /// stays suspended if the GPU has no room for it. What is still at work is left alone. The next
     /// suspend, resume, checkpoint, pause or exec does the same by itself. What was noted when an operation
-    /// began tells where the containers are, so all are found, and cgroups, too.
+    /// began tells where the containers are, so all are found, and cgroups, too. Job files of containers that
+    /// are gone are removed.
     Repair {
-        /// Only this one: its id, or the beginning of it, or the path of a cgroup; without, all of them
+        /// Only this one: its id, the beginning of it, its name, or the path of a cgroup; without, all of them
         container: Option<String>,
         #[command(flatten)]
         roots: Roots,
@@ -104,7 +105,7 @@ enum Command {
 #[derive(Debug, Args)]
 struct Roots {
     /// Look only in this root directory of an OCI runtime (runc --root). May be given several times; those
-    /// of containerd, Docker and Podman are known
+    /// of containerd, Docker and Podman are known, and those of rootless containers are not
     #[arg(long = "root", value_name = "DIRECTORY")]
     given: Vec<PathBuf>,
 }
@@ -112,15 +113,16 @@ struct Roots {
 /// Which container.
 #[derive(Debug, Args)]
 struct Which {
-    /// Its id as ctr, nerdctl, docker ps or podman ps show it, or the beginning of it; not its name. One of
-    /// this, --pid and --cgroup is needed
+    /// Its id or its name as ctr, nerdctl, docker ps or podman ps show it, or the beginning of its id; one of
+    /// Kubernetes also as POD/CONTAINER. One of this, --pid and --cgroup is needed
     #[arg(required_unless_present_any = ["pid", "cgroup"])]
     container: Option<String>,
     /// The container that this process is in
     #[arg(long, value_name = "PID", conflicts_with = "container", value_parser = clap::value_parser!(i32).range(1..))]
     pid: Option<i32>,
     /// All processes of this cgroup, such as a systemd service, where there is no container: a directory,
-    /// or a path as in /proc/PID/cgroup
+    /// or a path as in /proc/PID/cgroup. With several CUDA processes or GPUs only if they are in a job: a
+    /// cgroup has no annotation that allows more
     #[arg(long, value_name = "PATH", conflicts_with_all = ["container", "pid"])]
     cgroup: Option<PathBuf>,
     #[command(flatten)]
@@ -129,7 +131,7 @@ struct Which {
 
 #[derive(Debug, Args)]
 struct Ps {
-    /// Only these: their ids, or the beginnings of them
+    /// Only these: their ids, the beginnings of them, or their names
     containers: Vec<String>,
     /// Also containers that use no CUDA
     #[arg(long, short)]
@@ -146,7 +148,8 @@ struct Suspend {
     #[command(flatten)]
     which: Which,
     /// How long to wait for a moment without a kernel under way, such as 90s; then it runs on as before
-    /// [default: cuda.lock-timeout of the configuration, 60s]
+    /// [default: the container's annotation dev.stasis.lock-timeout, or cuda.lock-timeout of the configuration,
+    /// 60s]
     #[arg(long, value_name = "TIME", value_parser = stasis_config::duration::timeout)]
     timeout: Option<Duration>,
     /// Print JSON

@@ -1,18 +1,21 @@
 //! `stasis ps`.
 
-use std::path::Path;
+use std::fmt::Write as _;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::Duration;
 
 use serde_json::{Value, json};
 use stasis_config::Config;
 
-use super::{Ps, show};
+use super::{Ps, show, target};
 use crate::child::Program;
-use crate::container::Container;
+use crate::container::{Container, ContainerError};
 use crate::containers::{self, Place};
 use crate::cuda::client::HelperDriver;
 use crate::cuda::{Answers, CudaState, Driver, GpuUse};
+use crate::engines::Engine;
+use crate::error::chain;
 use crate::freezer::Freezer as _;
 use crate::journal::{Entry, JournalFile, Stage};
 use crate::processes::{CgroupProcesses, Pid, Process, Processes as _};
@@ -23,10 +26,13 @@ const STATE: Duration = Duration::from_secs(2);
 /// What is known of a container.
 struct Seen {
     place: Place,
-    runtime: &'static str,
+    engine: Engine,
+    name: Option<String>,
     paused: bool,
     /// What its journal says, if it is this container's.
     journal: Option<Entry>,
+    /// Why its journal cannot be used.
+    error: Option<String>,
     job: bool,
     processes: Vec<SeenProcess>,
 }
@@ -55,30 +61,66 @@ pub(super) fn run(config: &Config, asked: &Ps) -> ExitCode {
     let roots = containers::roots(&asked.roots.given);
     let named = asked.containers.iter().map(|name| containers::find(&roots, name));
     let places = match named.collect::<Result<Vec<Place>, _>>() {
-        Ok(places) if places.is_empty() => containers::all(&roots),
+        Ok(places) if places.is_empty() => {
+            let cgroups = if asked.roots.given.is_empty() { cgroups(config) } else { Vec::new() };
+            containers::all(&roots).into_iter().chain(cgroups).collect()
+        }
         Ok(places) => places,
         Err(error) => return super::failed(&error.to_string()),
     };
-    let mut all = Vec::new();
+    let (mut all, mut status) = (Vec::new(), ExitCode::SUCCESS);
     for place in places {
-        match look(config, &place, &mut driver) {
-            Ok(seen) if asked.all || !seen.processes.is_empty() => all.push(seen),
+        match look(config, &place, &roots, &mut driver) {
+            Ok(seen) if asked.all || seen.is_of_interest() => all.push(seen),
             Ok(_) => {}
             // Ended meanwhile, or not started yet.
-            Err(error) => tracing::debug!(id = place.id, %error, "left out"),
+            Err(error) if asked.containers.is_empty() || is_not_running(&error) => {
+                tracing::debug!(id = place.id, %error, "left out");
+            }
+            Err(error) => status = super::failed(&format!("container {}: {error:#}", place.id)),
         }
     }
-    super::print(&if asked.json { as_json(&all) } else { as_text(&all, asked.all) })
+    match super::print(&if asked.json { as_json(&all) } else { as_text(&all, asked.all) }) {
+        ExitCode::SUCCESS => status,
+        failed => failed,
+    }
 }
 
-fn look(config: &Config, place: &Place, driver: &mut HelperDriver) -> anyhow::Result<Seen> {
-    let container = Container::load(&place.root, &place.id)?;
+fn is_not_running(error: &anyhow::Error) -> bool {
+    matches!(error.downcast_ref(), Some(ContainerError::NotRunning(_)))
+}
+
+/// The cgroups that are no containers and have been suspended.
+fn cgroups(config: &Config) -> Vec<Place> {
+    let all = JournalFile::all(&config.state.directory).into_iter();
+    let places = all.filter_map(|found| Some(target::place_of(&found.entry.ok()?, found.id)));
+    places.filter(target::is_cgroup).collect()
+}
+
+fn look(
+    config: &Config,
+    place: &Place,
+    roots: &[PathBuf],
+    driver: &mut HelperDriver,
+) -> anyhow::Result<Seen> {
+    let is_cgroup = target::is_cgroup(place);
+    let container = if is_cgroup {
+        containers::of_cgroup(roots, Path::new(&place.id))?
+    } else {
+        Container::load(&place.root, &place.id)?
+    };
     let processes = CgroupProcesses::new(&container.cgroup.directory, container.init.pid)?;
     let paused = container.cgroup.frozen()?;
     let candidates: Vec<Process> =
         processes.list()?.into_iter().filter(Process::is_candidate).collect();
-    let journal = JournalFile::new(&config.state.directory, &place.root, &place.id);
-    let entry = journal.load()?.filter(|entry| entry.init == container.init);
+    let journal = target::journal(config, place);
+    // The oldest process of a cgroup may be another by now.
+    let is_its =
+        |entry: &Entry| entry.init == container.init || is_cgroup && target::alive(entry).is_some();
+    let (entry, error) = match journal.load() {
+        Ok(entry) => (entry.filter(is_its), None),
+        Err(error) => (None, Some(chain(&error))),
+    };
     let noted = |process: &Process| {
         let noted = entry.iter().flat_map(|entry| &entry.processes);
         noted.into_iter().find(|noted| noted.id == process.id).map(|noted| noted.uses.clone())
@@ -91,6 +133,10 @@ fn look(config: &Config, place: &Place, driver: &mut HelperDriver) -> anyhow::Re
         .filter(|process| !matches!(has_cuda.get(&process.id.pid), Some(Ok(None)) | None))
         .collect();
     let pids: Vec<Pid> = cuda.iter().map(|process| process.id.pid).collect();
+    // Of one that is under way it is not known.
+    if let Some(entry) = entry.as_ref().filter(|entry| entry.stage == Stage::Suspended) {
+        driver.recall(&entry.left_checkpointed().map(|id| id.pid).collect::<Vec<_>>());
+    }
     let ask = !paused && !pids.is_empty();
     let mut states = if ask { driver.states(&pids, STATE) } else { Answers::new() };
     let mut uses = if pids.is_empty() { None } else { driver.usage(&pids) }.unwrap_or_default();
@@ -106,39 +152,33 @@ fn look(config: &Config, place: &Place, driver: &mut HelperDriver) -> anyhow::Re
         SeenProcess { process, state, uses }
     };
     let processes = cuda.into_iter().map(seen).collect();
+    let engine = Engine::of(&place.root, &container.bundle);
     Ok(Seen {
         place: place.clone(),
-        runtime: runtime(&place.root, &container.bundle),
+        name: engine.name(&place.id, &container.bundle),
+        engine,
         paused,
         job: journal.has_job(),
         journal: entry,
+        error,
         processes,
     })
 }
 
-/// Who has it, as far as root directory and bundle tell.
-fn runtime(root: &Path, bundle: &Path) -> &'static str {
-    let (root, bundle) = (root.to_string_lossy(), bundle.to_string_lossy());
-    if bundle.contains("/overlay-containers/") {
-        return "podman";
-    }
-    match root.as_ref() {
-        // The second where it knows the runtime by a shim's name: containerd's namespace of Docker.
-        root if root.contains("/docker/") || root.ends_with("/containerd/runc/moby") => "docker",
-        root if root.ends_with("/k8s.io") => "kubernetes",
-        root if root.contains("/containerd/") => "containerd",
-        root if root.ends_with("/crun") => "crun",
-        _ => "runc",
-    }
-}
-
 impl Seen {
+    /// Whether it uses CUDA, or has to be looked after.
+    fn is_of_interest(&self) -> bool {
+        !self.processes.is_empty() || self.error.is_some()
+    }
+
     /// What is under way with it, or was done.
     fn state(&self) -> Option<&'static str> {
         self.journal.as_ref().map(|entry| match entry.stage {
             Stage::Suspended => "suspended",
             Stage::AwaitingResume => "awaiting resume",
-            Stage::Suspending | Stage::Freeing | Stage::Resuming => "under way, or to be repaired",
+            Stage::Suspending | Stage::Restoring | Stage::Freeing | Stage::Resuming => {
+                "under way, or to be repaired"
+            }
         })
     }
 }
@@ -164,19 +204,30 @@ fn as_text(all: &[Seen], with_others: bool) -> String {
             "no container uses CUDA on this host\n".to_owned()
         };
     }
-    let row = |cells: [String; 8]| cells.to_vec();
-    let mut rows =
-        vec![row(["RUNTIME", "CONTAINER", "PID", "COMMAND", "STATE", "GPU", "MEMORY", "JOB"]
-            .map(str::to_owned))];
+    let row = |cells: [String; 9]| cells.to_vec();
+    let mut rows = vec![row([
+        "RUNTIME",
+        "CONTAINER",
+        "NAME",
+        "PID",
+        "COMMAND",
+        "STATE",
+        "GPU",
+        "MEMORY",
+        "JOB",
+    ]
+    .map(str::to_owned))];
     for seen in all {
         let job = || if seen.job { "yes" } else { "-" }.to_owned();
         let id = || seen.place.id.clone();
+        let name = || seen.name.clone().unwrap_or_else(|| "-".to_owned());
         if seen.processes.is_empty() {
             let state = if seen.paused { "paused" } else { "no CUDA" };
             let none = || "-".to_owned();
             rows.push(row([
-                seen.runtime.to_owned(),
+                seen.engine.word().to_owned(),
                 id(),
+                name(),
                 none(),
                 none(),
                 state.to_owned(),
@@ -198,8 +249,9 @@ fn as_text(all: &[Seen], with_others: bool) -> String {
                 (bytes, _) => show::bytes(bytes),
             };
             rows.push(row([
-                seen.runtime.to_owned(),
+                seen.engine.word().to_owned(),
                 id(),
+                name(),
                 process.process.id.pid.to_string(),
                 process.process.command.clone(),
                 word(seen, &process.state),
@@ -209,7 +261,13 @@ fn as_text(all: &[Seen], with_others: bool) -> String {
             ]));
         }
     }
-    show::table(&rows)
+    let mut text = show::table(&rows);
+    for seen in all {
+        if let Some(error) = &seen.error {
+            let _ = writeln!(text, "{}: {error}", seen.place.id);
+        }
+    }
+    text
 }
 
 fn as_json(all: &[Seen]) -> String {
@@ -235,15 +293,20 @@ fn as_json(all: &[Seen]) -> String {
     let container = |seen: &Seen| {
         let processes: Vec<Value> =
             seen.processes.iter().map(|found| process(seen, found)).collect();
-        json!({
-            "runtime": seen.runtime,
+        let mut value = json!({
+            "runtime": seen.engine.word(),
             "root": seen.place.root,
             "id": seen.place.id,
+            "name": seen.name,
             "paused": seen.paused,
             "operation": seen.state(),
             "job": seen.job,
             "processes": processes,
-        })
+        });
+        if let Some(error) = &seen.error {
+            value["error"] = error.as_str().into();
+        }
+        value
     };
     let list: Vec<Value> = all.iter().map(container).collect();
     format!("{:#}\n", Value::from(list))
@@ -274,9 +337,9 @@ mod tests {
         };
         let uses = GpuUse { gpus: vec![("GPU-1".into(), Some(8 << 30))] };
         let place = Place { root: "/run/containerd/runc/default".into(), id: "c1".into() };
-        let runtime = runtime(&place.root, Path::new("/b"));
+        let (engine, name) = (Engine::Containerd, Some("web".to_owned()));
         let processes = vec![SeenProcess { process, state: told, uses }];
-        Seen { place, runtime, paused: false, journal, job: false, processes }
+        Seen { place, engine, name, paused: false, journal, error: None, job: false, processes }
     }
 
     #[test]
@@ -286,8 +349,9 @@ mod tests {
             let row = text.lines().nth(1).unwrap();
             row.split_whitespace().collect::<Vec<_>>().join(" ")
         };
-        let row =
-            |state: &str, memory: &str| format!("containerd c1 8 train {state} GPU-1 {memory} -");
+        let row = |state: &str, memory: &str| {
+            format!("containerd c1 web 8 train {state} GPU-1 {memory} -")
+        };
         assert_eq!(of(None, State::Told(CudaState::Running)), row("running", "8.0 GiB"));
         let checkpointed = State::Told(CudaState::Checkpointed);
         assert_eq!(of(None, checkpointed.clone()), row("checkpointed", "(8.0 GiB)"));
@@ -298,25 +362,26 @@ mod tests {
     }
 
     #[test]
+    fn one_whose_journal_cannot_be_used_is_not_left_out() {
+        let mut seen = container(None, State::Paused);
+        seen.processes.clear();
+        assert!(!seen.is_of_interest());
+        seen.error = Some("the journal /j is damaged".into());
+        assert!(seen.is_of_interest());
+        let text = as_text(std::slice::from_ref(&seen), false);
+        assert!(text.ends_with("\nc1: the journal /j is damaged\n"), "{text}");
+        assert!(as_json(&[seen]).contains("\"error\": \"the journal /j is damaged\""));
+    }
+
+    #[test]
     fn json_has_all_of_it() {
         let text = as_json(&[container(Some(Stage::AwaitingResume), State::Silent("late".into()))]);
         let list: BTreeMap<String, Value> =
             serde_json::from_value(serde_json::from_str::<Value>(&text).unwrap()[0].clone())
                 .unwrap();
+        assert_eq!((&list["id"], &list["name"]), (&"c1".into(), &"web".into()));
         assert_eq!(list["operation"], "awaiting resume");
         assert_eq!(list["processes"][0]["error"], "late");
         assert_eq!(list["processes"][0]["gpus"][0]["bytes"], 8_u64 << 30);
-    }
-
-    #[test]
-    fn whose_it_is_stands_in_its_paths() {
-        let of = |root: &str, bundle: &str| runtime(Path::new(root), Path::new(bundle));
-        assert_eq!(of("/run/docker/runtime-runc/moby", "/b"), "docker");
-        assert_eq!(of("/run/containerd/runc/moby", "/b"), "docker");
-        assert_eq!(of("/run/containerd/runc/k8s.io", "/b"), "kubernetes");
-        let storage = "/var/lib/containers/storage/overlay-containers/x/userdata";
-        assert_eq!(of("/run/runc", storage), "podman");
-        assert_eq!(of("/run/crun", "/b"), "crun");
-        assert_eq!(of("/elsewhere", "/b"), "runc");
     }
 }

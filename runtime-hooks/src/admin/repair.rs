@@ -15,6 +15,7 @@ use crate::container::{Container, ContainerError};
 use crate::containers::{self, FindError, Place};
 use crate::error::chain;
 use crate::freezer::Freezer as _;
+use crate::job;
 use crate::journal::{JournalError, JournalFile, Stage};
 use crate::parts::Limits;
 use crate::processes::ProcessId;
@@ -43,6 +44,9 @@ pub(super) fn run(config: &Config, container: Option<&str>, roots: &Roots) -> Ex
         for (id, why) in unusable {
             (any, all_good) = (true, false);
             super::failed(&format!("container {id}: {}", chain(&why)));
+        }
+        for root in &roots {
+            job::directory::sweep(&config.state.directory, root);
         }
     }
     for place in places {

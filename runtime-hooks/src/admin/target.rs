@@ -13,7 +13,7 @@ use stasis_config::{Annotations, Config};
 use super::Which;
 use crate::child::Program;
 use crate::container::Container;
-use crate::containers::{self, Place};
+use crate::containers::{self, CGROUPS, Place};
 use crate::cuda::client::HelperDriver;
 use crate::freezer::Freezer as _;
 use crate::gpu_locks::LockFiles;
@@ -35,9 +35,6 @@ pub(super) struct Target {
     /// Where its runtime has it; none for a cgroup.
     pub(super) place: Option<Place>,
 }
-
-/// The journals of cgroups that are no containers lie under this root, which no runtime has.
-const CGROUPS: &str = "/sys/fs/cgroup";
 
 /// Where what a journal says that it is of has its place: a cgroup, with its directory as its id, under
 /// [`CGROUPS`].

@@ -5,9 +5,6 @@
 //! that was broken by accident must not end in a mount at a place that nobody meant.
 
 use std::collections::BTreeSet;
-use std::fs::OpenOptions;
-use std::io::Read as _;
-use std::os::unix::fs::OpenOptionsExt as _;
 use std::path::{Component, Path, PathBuf};
 
 use serde::{Deserialize, Deserializer};
@@ -16,6 +13,7 @@ use stasis_config::text::printable;
 
 use super::name::{check_device, check_kind};
 use super::yaml;
+use crate::files::read_regular;
 
 /// A larger file is a mistake: one for eight GPUs with all their parts has 200 KiB.
 const MAX_BYTES: u64 = 4 << 20;
@@ -222,19 +220,8 @@ fn check_path(field: &str, path: &str) -> Result<(), String> {
 }
 
 fn contents(path: &Path) -> Result<String, String> {
-    let failed = |error: std::io::Error| error.to_string();
-    // A FIFO that nobody writes must not hold a restore up.
-    let flags = nix::libc::O_NONBLOCK;
-    let file = OpenOptions::new().read(true).custom_flags(flags).open(path).map_err(failed)?;
-    if !file.metadata().map_err(failed)?.is_file() {
-        return Err("it is not a regular file".to_owned());
-    }
-    let mut text = String::new();
-    let read = file.take(MAX_BYTES + 1).read_to_string(&mut text).map_err(failed)?;
-    if u64::try_from(read).is_ok_and(|read| read > MAX_BYTES) {
-        return Err(format!("it has more than {MAX_BYTES} bytes"));
-    }
-    Ok(text)
+    let bytes = read_regular(path, MAX_BYTES).map_err(|error| error.to_string())?;
+    String::from_utf8(bytes).map_err(|error| error.to_string())
 }
 
 #[cfg(test)]

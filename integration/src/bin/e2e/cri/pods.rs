@@ -3,7 +3,7 @@
 use std::fs;
 use std::time::Duration;
 
-use anyhow::{Result, ensure};
+use anyhow::{Context as _, Result, ensure};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use stasis_integration::case::Case;
@@ -14,6 +14,7 @@ use stasis_integration::wait;
 
 use super::printed;
 use crate::Test;
+use crate::suspend::Stasis;
 
 const SLEEP: &str = "exec sleep 1000000";
 const ALLOW: (&str, &str) = ("dev.stasis.multi-process", "allow");
@@ -27,6 +28,7 @@ pub(super) fn tests() -> Vec<Test> {
         Test::new("as_with_gos_shim", as_with_gos_shim),
         Test::new("annotations_reach_us", annotations_reach_us),
         Test::new("cdi", cdi),
+        Test::new("suspended_by_name", suspended_by_name),
     ];
     for class in Class::OURS {
         let name = format!("namespaces_{}", class.word());
@@ -63,6 +65,28 @@ fn one_shim_for_a_pod(case: &Case) -> Result<()> {
         // The sandbox goes with containers in it.
         cri.remove_pod(&pod)?;
     }
+    cri.finish()
+}
+
+/// A container is its pod's and its own name; the other one of the pod keeps its GPU.
+fn suspended_by_name(case: &Case) -> Result<()> {
+    let cri = Cri::start(case)?;
+    let pod = cri.pod(Sandbox::of(Class::Stasis))?;
+    let first = cri.begin(&pod, &Container::counter(&["--port", "10001"]).named("first"))?;
+    let second = cri.begin(&pod, &Container::counter(&[]).named("second"))?;
+    cri.expect_at(&first, 10001, 101)?;
+    cri.expect(&second, 101)?;
+    let status = cri.inspect_pod(&pod)?;
+    let name = status["status"]["metadata"]["name"].as_str().context("a pod without a name")?;
+    let stasis = Stasis::new(case);
+    let name = format!("{name}/first");
+    stasis.run(&["suspend", &name])?;
+    let seen = stasis.seen(&first)?.context("ps lacks it")?;
+    ensure!(seen["operation"] == "suspended" && seen["name"] == *name, "{seen}");
+    ensure!(seen["runtime"] == "kubernetes", "{seen}");
+    cri.expect(&second, 102)?;
+    stasis.run(&["resume", &name])?;
+    cri.expect_at(&first, 10001, 102)?;
     cri.finish()
 }
 

@@ -44,6 +44,10 @@ trait Client: FrontEnd {
     fn shown(&self, id: &str) -> Result<String>;
     /// The id as its runtime knows it.
     fn whole(&self, id: &str) -> Result<String>;
+    /// The name by which its client knows it, where it has names.
+    fn name(&self, _id: &str) -> Result<Option<String>> {
+        Ok(None)
+    }
     /// As the client calls it: `running`, `paused`.
     fn status(&self, id: &str) -> Result<String>;
     fn pause(&self, id: &str) -> Result<()>;
@@ -97,6 +101,10 @@ impl Client for OfNerdctl<'_> {
         Ok(id.to_owned())
     }
 
+    fn name(&self, id: &str) -> Result<Option<String>> {
+        self.nerdctl.inspect(id, "{{.Name}}").map(Some)
+    }
+
     fn status(&self, id: &str) -> Result<String> {
         self.nerdctl.inspect(id, "{{.State.Status}}")
     }
@@ -128,6 +136,11 @@ impl Client for OfDocker<'_> {
 
     fn whole(&self, id: &str) -> Result<String> {
         Ok(id.to_owned())
+    }
+
+    fn name(&self, _id: &str) -> Result<Option<String>> {
+        let name = self.docker.inspect(&self.container()?, ".Name")?;
+        Ok(Some(name.trim_start_matches('/').to_owned()))
     }
 
     fn status(&self, _id: &str) -> Result<String> {
@@ -169,6 +182,10 @@ impl Client for OfPodman<'_> {
         self.podman.id(id)
     }
 
+    fn name(&self, id: &str) -> Result<Option<String>> {
+        Ok(Some(id.to_owned()))
+    }
+
     fn status(&self, id: &str) -> Result<String> {
         let status = self.podman.inspect(id, "/State/Status")?;
         Ok(status.as_str().context("no text")?.to_owned())
@@ -205,10 +222,13 @@ impl Counter<'_> {
         Ok(())
     }
 
-    /// `stasis VERB` of it as its client shows it.
+    /// `stasis VERB` of it by its id as its client shows it.
     fn stasis(&self, verb: &str) -> Result<String> {
-        let shown = self.client.shown(&self.id)?;
-        let mut arguments = vec![verb, &shown];
+        self.stasis_of(&self.client.shown(&self.id)?, verb)
+    }
+
+    fn stasis_of(&self, container: &str, verb: &str) -> Result<String> {
+        let mut arguments = vec![verb, container];
         arguments.extend(self.roots.iter().map(String::as_str));
         self.stasis.run(&arguments)
     }
@@ -226,6 +246,8 @@ impl Counter<'_> {
         self.stasis.expect_free()?;
         let seen = self.seen()?;
         ensure!(seen["runtime"] == self.client.runtime(), "{seen}");
+        let name = self.client.name(&self.id)?;
+        ensure!(seen["name"] == serde_json::to_value(&name)?, "{seen} instead of {name:?}");
         ensure!(seen["operation"] == "suspended" && seen["paused"] == false, "{seen}");
         super::expect_states(&seen, 1, "suspended")?;
         let status = self.client.status(&self.id)?;
@@ -257,6 +279,17 @@ impl Counter<'_> {
         self.expect_running()
     }
 
+    /// By its name, if it has one.
+    fn by_name(&mut self) -> Result<()> {
+        let Some(name) = self.client.name(&self.id)? else { return Ok(()) };
+        let whole = self.client.whole(&self.id)?;
+        says(&self.stasis_of(&name, "suspend")?, &[&format!("{whole} is suspended")])?;
+        self.expect_suspended()?;
+        says(&self.stasis_of(&name, "resume")?, &[&format!("{whole} is resumed")])?;
+        self.expect_running()?;
+        self.expect()
+    }
+
     /// Asked while it is suspended, it answers when it is resumed.
     fn suspended_meanwhile(&mut self) -> Result<()> {
         self.suspend()?;
@@ -286,6 +319,7 @@ fn whole_life(case: &Case<'_>, client: &dyn Client) -> Result<()> {
     let mut counter = start(client, stasis)?;
     counter.suspended_meanwhile()?;
     counter.suspended_meanwhile()?;
+    counter.by_name()?;
 
     says(&counter.stasis("resume")?, &["is not suspended: there is nothing to resume"])?;
     counter.expect()?;

@@ -239,5 +239,5 @@ fn without_need(case: &Case<'_>) -> Result<()> {
     stasis.run(&["resume", &two.id])?;
     two.expect()?;
     let error = stasis.fails(&["repair", "no-such-container"])?;
-    says(&error, &["no container has the id no-such-container"])
+    says(&error, &["no container has the id or the name no-such-container"])
 }

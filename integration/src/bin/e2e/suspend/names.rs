@@ -6,7 +6,7 @@ use std::net::{Ipv4Addr, SocketAddrV4};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 
-use anyhow::{Result, ensure};
+use anyhow::{Context as _, Result, ensure};
 use stasis_integration::case::Case;
 use stasis_integration::runtime::Settings;
 use stasis_integration::udp::{self, Question};
@@ -85,9 +85,9 @@ fn unknown(case: &Case<'_>) -> Result<()> {
         let error = stasis.fails(&[verb, common])?;
         let root = case.root().display().to_string();
         let places = [format!("{one} in {root}"), format!("{two} in {root}")];
-        says(&error, &[&format!("{common} may be"), &places[0], &places[1], "more of its id"])?;
+        says(&error, &[&format!("{common} may be"), &places[0], &places[1], "all of its id"])?;
         let error = stasis.fails(&[verb, "no-such-one"])?;
-        says(&error, &["no container has the id no-such-one", &root, "--root"])?;
+        says(&error, &["no container has the id or the name no-such-one", &root, "--root"])?;
     }
     for arguments in [&["suspend"][..], &["suspend", &one, "--pid", "1"], &["resume", "--odd"]] {
         let finished = command::run(&mut stasis.command(arguments), LIMIT)?;
@@ -185,6 +185,11 @@ fn by_cgroup(case: &Case<'_>) -> Result<()> {
             &["is suspended: 1 process in", &format!("stasis resume --cgroup {name}\n")],
         )?;
         stasis.expect_free()?;
+        let seen = stasis.json(&["ps"])?;
+        let mut seen = seen.as_array().context("no list")?.iter();
+        let own = seen.find(|found| found["id"] == *names[0]).context("ps lacks it")?;
+        ensure!(own["runtime"] == "cgroup" && own["operation"] == "suspended", "{own}");
+        super::expect_states(own, 1, "suspended")?;
         let question = Question::send_to(alone.address)?;
         question.expect_none(SILENCE)?;
         says(&stasis.run(&["suspend", "--cgroup", name])?, &["is suspended already"])?;

@@ -105,14 +105,15 @@ fn table(case: &Case<'_>) -> Result<()> {
         let table = stasis.run(&["ps"])?;
         let titles = table.lines().next().context("no titles")?.split_whitespace();
         let titles: Vec<_> = titles.collect();
-        let expected = ["RUNTIME", "CONTAINER", "PID", "COMMAND", "STATE", "GPU", "MEMORY", "JOB"];
+        let expected =
+            ["RUNTIME", "CONTAINER", "NAME", "PID", "COMMAND", "STATE", "GPU", "MEMORY", "JOB"];
         ensure!(titles == expected, "{table}");
         let row = table.lines().find(|line| line.contains(&id)).context("no row")?;
         Ok(row.split_whitespace().collect::<Vec<_>>().join(" "))
     };
     let (pid, uuid) = (case.pid(&id)?, case.gpu.uuid(0));
     let expected = |state: &str, memory: &str| {
-        format!("containerd {id} {pid} counter {state} {uuid} {memory} -")
+        format!("containerd {id} - {pid} counter {state} {uuid} {memory} -")
     };
     ensure!(row()? == expected("running", "8.0 MiB"), "{}", row()?);
     stasis.run(&["suspend", &id])?;
