@@ -5,11 +5,11 @@ use std::collections::{BTreeMap, BTreeSet};
 use serde::Serialize;
 use stasis_config::text::printable;
 
-use super::{NeededGpu, Needs};
-use crate::cuda::{Driver, DriverError, DriverFacts, Gpu};
+use super::{NeededGpu, Needs, VisibleGpu};
+use crate::checkpoint::require_actions;
+use crate::cuda::{Driver, DriverError, DriverFacts, Gpu, GpuUse};
+use crate::remap::{self, Card, DeviceMap, FIRST_BRANCH as REMAP};
 
-/// The first branch that can restore onto other GPUs.
-const REMAP: u32 = 580;
 /// Names from the image in sentences.
 const LONGEST: usize = 160;
 
@@ -91,28 +91,27 @@ fn compare(needs: &Needs, facts: &DriverFacts, driver: &mut dyn HostDriver, host
         (Some(made), Some(here)) if made != here => {
             host.problems.push(format!("it was made with driver {made}, and this host has {here}"));
         }
-        (Some(_), Some(_)) => {}
-        // Nothing to compare with, but for what the library itself shows.
-        _ if !facts.missing.is_empty() => {
-            let missing = facts.missing.join(", ");
-            host.problems.push(format!("the driver of this host cannot restore: no {missing}"));
+        _ => {
+            if let Err(cause) = require_actions(facts) {
+                host.problems.push(cause.to_string());
+            }
         }
-        _ => {}
-    }
-    if let Some(least) = needs.minimum_branch
-        && facts.branch().is_none_or(|branch| branch < least)
-    {
-        let here = here.unwrap_or("of unknown version");
-        host.problems.push(format!(
-            "its job needs a driver from branch {least} on (jobs.minimum-driver), and that of this \
-             host is {here}"
-        ));
     }
     if facts.gpus.is_empty() {
         return;
     }
     let free = driver.free_memory().unwrap_or_default();
-    let uuids = targets(&needs.gpus, facts);
+    let uuids = match all_visible(&needs.visible, facts) {
+        Some(Ok(map)) => {
+            let to = |gpu: &NeededGpu| map.place(&GpuUse { gpus: vec![(gpu.uuid.clone(), None)] });
+            needs.gpus.iter().map(|gpu| Ok(to(gpu).gpus.remove(0).0)).collect()
+        }
+        Some(Err(why)) => {
+            host.problems.push(why);
+            Vec::new()
+        }
+        None => targets(&needs.gpus, facts),
+    };
     for (needed, target) in needs.gpus.iter().zip(uuids) {
         let target = match target {
             Ok(uuid) => Some(uuid),
@@ -125,6 +124,32 @@ fn compare(needs: &Needs, facts: &DriverFacts, driver: &mut dyn HostDriver, host
         let free_bytes = target.as_ref().and_then(|uuid| free.get(uuid).copied());
         host.gpus.push(Target { uuid: needed.uuid.clone(), target, free_bytes });
     }
+}
+
+/// Where all goes in a container that has all GPUs of this host, or why no container of it will do; none
+/// if it is not known which GPUs the processes could see.
+fn all_visible(visible: &[VisibleGpu], facts: &DriverFacts) -> Option<Result<DeviceMap, String>> {
+    if visible.is_empty() {
+        return None;
+    }
+    let card = |gpu: &VisibleGpu| Card {
+        path: String::new(),
+        uuid: gpu.uuid.clone(),
+        name: gpu.name.clone().unwrap_or_default(),
+    };
+    let old: Vec<Card> = visible.iter().map(card).collect();
+    let here: Vec<Card> = facts.gpus.iter().map(Card::from).collect();
+    Some(match remap::plan(&old, &here, &DeviceMap::new()) {
+        Ok(map) if !map.is_empty() && facts.branch().is_none_or(|branch| branch < REMAP) => {
+            let old: Vec<&str> = old.iter().map(|card| card.uuid.as_str()).collect();
+            Err(format!(
+                "not all of {} are in this host, and only drivers from {REMAP} on restore onto other GPUs",
+                old.join(", ")
+            ))
+        }
+        Ok(map) => Ok(map),
+        Err(why) => Err(format!("even with all GPUs of this host in the container: {why}")),
+    })
 }
 
 /// A GPU of this host for each that is needed, or why there is none. No two go to the same.
@@ -222,8 +247,8 @@ mod tests {
         Needs {
             driver: driver.map(str::to_owned),
             processes: 1,
-            minimum_branch: None,
             gpus: gpus.to_vec(),
+            visible: Vec::new(),
         }
     }
 
@@ -292,17 +317,41 @@ mod tests {
         assert!(of(&needs(Some("580.1"), &[]), facts(None, &[])).can_restore);
         let mut old = facts(None, &[]);
         old.missing = vec!["cuCheckpointProcessRestore".into()];
-        assert!(problem(&of(&needs(None, &[]), old)).ends_with("no cuCheckpointProcessRestore"));
+        let host = of(&needs(None, &[]), old);
+        assert!(problem(&host).contains("cuCheckpointProcessRestore"), "{host:?}");
+        // Which needs NVIDIA's command, and has none.
+        let mut without = facts(Some("550.1"), &[]);
+        without.missing = vec!["cuCheckpointProcessRestore".into()];
+        without.no_utility = Some("cuda-checkpoint was not found".into());
+        let host = of(&needs(Some("550.1"), &[]), without);
+        assert!(problem(&host).contains("cuda-checkpoint was not found"), "{host:?}");
     }
 
     #[test]
-    fn a_job_needs_a_driver_that_is_trusted_with_it() {
-        let mut needs = needs(None, &[]);
-        needs.minimum_branch = Some(610);
-        assert!(of(&needs, facts(Some("610.1"), &[])).can_restore);
-        let host = of(&needs, facts(Some("590.1"), &[]));
-        assert!(problem(&host).ends_with("and that of this host is 590.1"), "{host:?}");
-        assert!(problem(&of(&needs, facts(None, &[]))).ends_with("is of unknown version"));
+    fn what_it_could_see_must_be_there() {
+        let visible = |number: u32| VisibleGpu {
+            uuid: format!("GPU-{number}"),
+            name: H200.map(str::to_owned),
+        };
+        let mut needs = needs(Some("580.1"), &[needed(0, H200, Some(GIB))]);
+        needs.visible = vec![visible(0), visible(1)];
+        let on = |version, gpus: &[(u32, &str)]| {
+            let gpus: Vec<Gpu> =
+                gpus.iter().map(|(number, name)| gpu(*number, name, 140)).collect();
+            of(&Needs { driver: None, ..needs.clone() }, facts(Some(version), &gpus))
+        };
+        let h200 = "NVIDIA H200";
+        let host = on("580.1", &[(0, h200), (1, h200)]);
+        assert!(host.can_restore && !host.needs_device_map, "{host:?}");
+        let host = on("580.1", &[(5, h200), (1, h200)]);
+        assert!(host.can_restore && host.needs_device_map, "{host:?}");
+        assert_eq!(host.gpus[0].target.as_deref(), Some("GPU-5"));
+        assert!(problem(&on("580.1", &[(0, h200)])).contains("it could see 2 GPUs (GPU-0, GPU-1)"));
+        let other = on("580.1", &[(0, h200), (1, "NVIDIA L4")]);
+        assert!(other.can_restore, "the UUID is the same: {other:?}");
+        let other = on("580.1", &[(0, h200), (2, "NVIDIA L4")]);
+        assert!(problem(&other).contains("the same chip only"), "{other:?}");
+        assert!(problem(&on("570.1", &[(0, h200), (2, h200)])).contains("only drivers from 580"));
     }
 
     #[test]

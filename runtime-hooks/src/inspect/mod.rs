@@ -203,10 +203,20 @@ pub struct Needs {
     /// How many processes with CUDA there are; for none of them a driver is needed.
     #[serde(skip)]
     pub processes: usize,
-    /// For a job: the lowest branch of the driver that this host's configuration trusts.
-    pub minimum_branch: Option<u32>,
     /// The GPUs to which memory goes back.
     pub gpus: Vec<NeededGpu>,
+    /// The GPUs that the processes could see by their device nodes, used or not: the driver restores only
+    /// where there is one for each. Empty if that is not known.
+    pub visible: Vec<VisibleGpu>,
+}
+
+/// A GPU that the processes could see.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct VisibleGpu {
+    /// `GPU-…`
+    pub uuid: String,
+    /// The product, if known.
+    pub name: Option<String>,
 }
 
 /// A GPU to which memory goes back.

@@ -16,6 +16,7 @@ use super::directory::Directory;
 use super::source::{List, Source, Unfit};
 use super::{
     Checkpoint, Form, Gpu, Job, JobCopy, JobFile, Kind, NeededGpu, Needs, Phase, Process, Report,
+    VisibleGpu,
 };
 use crate::error::chain;
 use crate::image;
@@ -44,24 +45,20 @@ pub enum InspectError {
     },
 }
 
-/// Looks at the image in `image`, a directory or an archive; `minimum_driver` is
-/// `jobs.minimum-driver` of this host. `watch` is told how far an archive was read.
+/// Looks at the image in `image`, a directory or an archive. `watch` is told how far an
+/// archive was read.
 ///
 /// # Errors
 /// If it cannot be opened, or is an archive in which there is no image. Whatever else is wrong stands
 /// in the report.
-pub fn read(
-    image: &Path,
-    minimum_driver: u32,
-    watch: archive::Watch<'_>,
-) -> Result<Report, InspectError> {
+pub fn read(image: &Path, watch: archive::Watch<'_>) -> Result<Report, InspectError> {
     let no_directory = |source| InspectError::Directory { path: image.to_owned(), source };
     let no_archive = |source| InspectError::Archive { path: image.to_owned(), source };
     // Before it is opened: to open a device can already do something.
     let kind = image.metadata().map_err(no_directory)?.file_type();
     if kind.is_dir() {
         let directory = Directory::open(image).map_err(no_directory)?;
-        let mut report = report(&directory, minimum_driver);
+        let mut report = report(&directory);
         report.path = directory.path().to_string_lossy().into_owned();
         return Ok(report);
     }
@@ -73,7 +70,7 @@ pub fn read(
     let file = File::options().read(true).custom_flags(flags).open(image);
     let file = file.map_err(|error| no_archive(error.into()))?;
     let archive = Archive::read(image, file, watch).map_err(no_archive)?;
-    let mut report = report(&archive, minimum_driver);
+    let mut report = report(&archive);
     report.path = image.to_string_lossy().into_owned();
     report.form = Form::Archive;
     report.compression = Some(archive.compression());
@@ -81,14 +78,14 @@ pub fn read(
     Ok(report)
 }
 
-fn report(source: &impl Source, minimum_driver: u32) -> Report {
+fn report(source: &impl Source) -> Report {
     let mut problems = Problems::default();
     let (kind, manifest) = kind(source, &mut problems);
     let checkpoint = manifest.as_deref().map(|manifest| {
         let job = manifest.job.as_ref().map(|job| self::job(job, source, &mut problems));
         checkpoint(manifest, job)
     });
-    let restore = manifest.as_deref().map(|manifest| needs(manifest, minimum_driver));
+    let restore = manifest.as_deref().map(needs);
     let (usage, why) = source.usage();
     if let Some(why) = why {
         problems.add(&format!("its files cannot be counted: {why}"));
@@ -293,9 +290,10 @@ fn used(manifest: &Manifest) -> BTreeMap<&str, Option<u64>> {
     used
 }
 
-fn needs(manifest: &Manifest, minimum_driver: u32) -> Needs {
+fn needs(manifest: &Manifest) -> Needs {
+    let known = |uuid: &str| manifest.gpus.iter().find(|gpu| gpu.uuid == uuid);
     let gpu = |(uuid, bytes): (&str, Option<u64>)| {
-        let known = manifest.gpus.iter().find(|gpu| gpu.uuid == uuid);
+        let known = known(uuid);
         NeededGpu {
             uuid: uuid.to_owned(),
             name: known.map(|gpu| gpu.name.clone()),
@@ -303,12 +301,17 @@ fn needs(manifest: &Manifest, minimum_driver: u32) -> Needs {
             bytes,
         }
     };
+    let visible = |node: &manifest::GpuNode| VisibleGpu {
+        uuid: node.uuid.clone(),
+        name: known(&node.uuid).map(|gpu| gpu.name.clone()),
+    };
+    let nodes = manifest.gpu_nodes.iter().filter(|_| !manifest.processes.is_empty());
     Needs {
         // The driver is not asked about an image in which nothing has a context.
         driver: driver(manifest).filter(|_| !manifest.processes.is_empty()),
         processes: manifest.processes.len(),
-        minimum_branch: manifest.job.as_ref().map(|_| minimum_driver),
         gpus: used(manifest).into_iter().map(gpu).collect(),
+        visible: nodes.map(visible).collect(),
     }
 }
 
@@ -328,8 +331,8 @@ mod tests {
     const INVENTORY: &str = List::Inventory.name();
     const FILES: &str = List::Files.name();
 
-    fn read(image: &Path, minimum_driver: u32) -> Result<Report, InspectError> {
-        super::read(image, minimum_driver, &|_, _| ())
+    fn read(image: &Path) -> Result<Report, InspectError> {
+        super::read(image, &|_, _| ())
     }
 
     /// SHA-256 of `job`, as sha256sum prints it.
@@ -368,7 +371,10 @@ mod tests {
             },
             gpu_mounts: vec!["/usr/lib/libcuda.so.1".into()],
             gpu_devices: vec!["/dev/nvidia0".into()],
-            gpu_nodes: Vec::new(),
+            gpu_nodes: vec![manifest::GpuNode {
+                path: "/dev/nvidia0".into(),
+                uuid: "GPU-0".into(),
+            }],
             phases: vec![manifest::Phase { name: "lock".into(), milliseconds: 3 }],
         }
     }
@@ -389,7 +395,7 @@ mod tests {
     }
 
     fn of(directory: &tempfile::TempDir) -> Report {
-        let report = read(directory.path(), 610).unwrap();
+        let report = read(directory.path()).unwrap();
         // Whatever an image is, it can be shown.
         assert!(
             render::text(&report, Some(80)).lines().all(|line| !line.contains(char::is_control))
@@ -426,7 +432,7 @@ mod tests {
         assert_eq!((report.kind, report.files), (Kind::NoImage, 0));
         assert!(problem(&report).starts_with("there is no inventory.img"));
 
-        let error = read(&directory.path().join("none"), 610).unwrap_err();
+        let error = read(&directory.path().join("none")).unwrap_err();
         assert!(error.to_string().starts_with("cannot open the image /"));
     }
 
@@ -445,7 +451,7 @@ mod tests {
         fs::remove_file(&second).unwrap();
         fs::create_dir(&second).unwrap();
         manifest(None).write(&second).unwrap();
-        let error = chain(&read(directory.path(), 610).unwrap_err());
+        let error = chain(&read(directory.path()).unwrap_err());
         assert!(error.ends_with("there are several images in it: first, second"), "{error}");
         // One that is an image is meant itself.
         fs::write(directory.path().join(FILES), "").unwrap();
@@ -458,7 +464,7 @@ mod tests {
         let fifo = directory.path().join("fifo");
         mkfifo(&fifo, Mode::S_IRWXU).unwrap();
         for path in [&fifo, Path::new("/dev/zero")] {
-            let error = chain(&read(path, 610).unwrap_err());
+            let error = chain(&read(path).unwrap_err());
             assert!(error.ends_with("neither a directory nor a regular file"), "{error}");
         }
     }
@@ -479,7 +485,9 @@ mod tests {
         let used: Vec<_> = checkpoint.gpus.iter().map(|gpu| gpu.used_bytes).collect();
         assert_eq!(used, [Some(4 << 20), None]);
         let needs = report.restore.unwrap();
-        assert_eq!((needs.driver.as_deref(), needs.minimum_branch), (Some("610.43.02"), None));
+        assert_eq!(needs.driver.as_deref(), Some("610.43.02"));
+        let visible = VisibleGpu { uuid: "GPU-0".into(), name: Some("NVIDIA H200".into()) };
+        assert_eq!(needs.visible, [visible]);
         assert_eq!(
             needs.gpus,
             [
@@ -514,7 +522,7 @@ mod tests {
         let report = of(&directory);
         assert_eq!(report.checkpoint.unwrap().gpus[0].used_bytes, Some(0));
         let needs = report.restore.unwrap();
-        let none = Needs { driver: None, processes: 0, minimum_branch: None, gpus: Vec::new() };
+        let none = Needs { driver: None, processes: 0, gpus: Vec::new(), visible: Vec::new() };
         assert_eq!(needs, none);
     }
 
@@ -547,7 +555,6 @@ mod tests {
         let copy = |report: &Report| report.checkpoint.as_ref().unwrap().job.as_ref().unwrap().copy;
         let report = of(&directory);
         assert_eq!((copy(&report), report.is_whole()), (JobCopy::Whole, true));
-        assert_eq!(report.restore.unwrap().minimum_branch, Some(610));
         for (bytes, want, says) in [
             ("jo", JobCopy::WrongSize, "has not 3 bytes but 2"),
             ("", JobCopy::WrongSize, "has not 3 bytes but 0"),
@@ -658,11 +665,11 @@ mod tests {
         let parent = tempfile::tempdir().unwrap();
         let path = parent.path().join("a\n\u{1b}[2J");
         fs::create_dir(&path).unwrap();
-        let report = read(&path, 610).unwrap();
+        let report = read(&path).unwrap();
         let text = render::text(&report, Some(80));
         assert!(text.contains("a\\n\\u{1b}[2J"), "{text}");
         assert!(!text.replace('\n', "").contains(char::is_control), "{text}");
-        let error = read(&path.join("none"), 610).unwrap_err().to_string();
+        let error = read(&path.join("none")).unwrap_err().to_string();
         assert!(!error.contains(char::is_control), "{error}");
     }
 }

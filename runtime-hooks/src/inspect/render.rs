@@ -6,7 +6,7 @@ use stasis_config::text::printable;
 
 use super::{
     Checkpoint, Compression, Exported, Form, Gpu, Host, Job, JobCopy, JobFile, Kind, NeededGpu,
-    Needs, Phase, Process, Report,
+    Needs, Phase, Process, Report, VisibleGpu,
 };
 
 /// Where what is said begins.
@@ -260,9 +260,6 @@ fn needs(page: &mut Page, needs: &Needs, checkpoint: Option<&Checkpoint>) {
         None if needs.processes == 0 => page.line("no GPU"),
         None => page.line("the driver that it was made with, which is not known"),
     }
-    if let Some(branch) = needs.minimum_branch {
-        page.line(&format!("a driver from branch {branch} on, for its job (jobs.minimum-driver)"));
-    }
     for NeededGpu { uuid, name, memory_bytes, bytes } in &needs.gpus {
         let free = match bytes {
             Some(bytes) => format!("{} free", size(*bytes)),
@@ -274,6 +271,14 @@ fn needs(page: &mut Page, needs: &Needs, checkpoint: Option<&Checkpoint>) {
         };
         page.line(&format!("{product}{free}:"));
         page.line(&format!("  {uuid}"));
+    }
+    let unused = |gpu: &&VisibleGpu| needs.gpus.iter().all(|needed| needed.uuid != gpu.uuid);
+    let unused: Vec<_> = needs.visible.iter().filter(unused).collect();
+    if !unused.is_empty() {
+        page.line("in the container besides, because it could see them:");
+        for gpu in unused {
+            page.line(&format!("  {}", gpu.uuid));
+        }
     }
     let Some(checkpoint) = checkpoint else { return };
     page.group("flags");
@@ -404,8 +409,10 @@ mod tests {
             restore: Some(Needs {
                 driver: Some("610.43.02".into()),
                 processes: 3,
-                minimum_branch: Some(610),
                 gpus: vec![needed("0", Some(67_108_864)), needed("1", None)],
+                visible: ["0", "1", "7"]
+                    .map(|number| VisibleGpu { uuid: uuid(number), name: None })
+                    .into(),
             }),
             host: Some(Host {
                 can_restore: true,
@@ -451,11 +458,12 @@ mod tests {
                    cuda-checkpoint  1204 ms
                    together         1207 ms
         needs      driver 610.43.02, no other
-                   a driver from branch 610 on, for its job (jobs.minimum-driver)
                    NVIDIA H200, 140.4 GiB, 64.0 MiB free:
                      GPU-00000000-aaaa-bbbb-cccc-dddddddddddd
                    NVIDIA H200, 140.4 GiB, room for its part:
                      GPU-11111111-aaaa-bbbb-cccc-dddddddddddd
+                   in the container besides, because it could see them:
+                     GPU-77777777-aaaa-bbbb-cccc-dddddddddddd
         flags      --tcp-established --file-locks
         mounts     /usr/lib/x86_64-linux-gnu/libcuda.so.1
         devices    /dev/nvidia0
@@ -476,6 +484,7 @@ mod tests {
         checkpoint.processes.truncate(1);
         checkpoint.mounts.clear();
         report.restore.as_mut().unwrap().gpus.truncate(1);
+        report.restore.as_mut().unwrap().visible.clear();
         report.host.as_mut().unwrap().gpus.remove(0);
         insta::assert_snapshot!(json(&report), @r#"
         {
@@ -542,7 +551,6 @@ mod tests {
           },
           "restore": {
             "driver": "610.43.02",
-            "minimum_branch": 610,
             "gpus": [
               {
                 "uuid": "GPU-00000000-aaaa-bbbb-cccc-dddddddddddd",
@@ -550,7 +558,8 @@ mod tests {
                 "memory_bytes": 150754820096,
                 "bytes": 67108864
               }
-            ]
+            ],
+            "visible": []
           },
           "host": {
             "can_restore": true,
@@ -601,11 +610,12 @@ mod tests {
                    0123456789abcdef0123456789abcdef0123456789abcdef0123456789abcdef
                    copy stasis.job: not there
         needs      the driver that it was made with, which is not known
-                   a driver from branch 610 on, for its job (jobs.minimum-driver)
                    NVIDIA H200, 140.4 GiB, 64.0 MiB free:
                      GPU-00000000-aaaa-bbbb-cccc-dddddddddddd
                    NVIDIA H200, 140.4 GiB, room for its part:
                      GPU-11111111-aaaa-bbbb-cccc-dddddddddddd
+                   in the container besides, because it could see them:
+                     GPU-77777777-aaaa-bbbb-cccc-dddddddddddd
         flags      none
         devices    /dev/nvidia0
                    /dev/nvidiactl
@@ -688,11 +698,12 @@ mod tests {
                    name c\u{7}1
                    of the image localhost/train:1
         needs      driver 610.43.02, no other
-                   a driver from branch 610 on, for its job (jobs.minimum-driver)
                    NVIDIA H200, 140.4 GiB, 64.0 MiB free:
                      GPU-00000000-aaaa-bbbb-cccc-dddddddddddd
                    NVIDIA H200, 140.4 GiB, room for its part:
                      GPU-11111111-aaaa-bbbb-cccc-dddddddddddd
+                   in the container besides, because it could see them:
+                     GPU-77777777-aaaa-bbbb-cccc-dddddddddddd
         this host  cannot restore it:
                    it was made with driver 610.43.02, and this host has 580.1
                    driver of unknown version, /usr/lib/libcuda.so.1
@@ -740,7 +751,7 @@ mod tests {
         checkpoint.processes.clear();
         checkpoint.job = None;
         report.restore =
-            Some(Needs { driver: None, processes: 0, minimum_branch: None, gpus: Vec::new() });
+            Some(Needs { driver: None, processes: 0, gpus: Vec::new(), visible: Vec::new() });
         report.host = None;
         let text = text(&report, None);
         assert!(text.contains("\nprocesses  none with CUDA\n"), "{text}");
