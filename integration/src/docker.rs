@@ -155,6 +155,14 @@ impl Drop for Dockerd {
     }
 }
 
+/// The errors in CRIU's log, which runc names in its own.
+fn criu_errors(error: &str) -> String {
+    let path = error.split_once("path= ").and_then(|(_, rest)| rest.split_whitespace().next());
+    let log = path.and_then(|path| fs::read_to_string(path).ok()).unwrap_or_default();
+    let errors: Vec<&str> = log.lines().filter(|line| line.contains("Error")).collect();
+    errors.join("\n")
+}
+
 fn own_configuration(link: &Path) -> PathBuf {
     link.join("own-config.toml")
 }
@@ -408,13 +416,29 @@ impl<'a> Docker<'a> {
 
     /// `docker checkpoint create`, without --leave-running.
     pub fn checkpoint(&self, container: &Container, checkpoint: &str) -> Result<()> {
-        self.dockerd.run(["checkpoint", "create", &container.name, checkpoint]).map(drop)
+        self.dump(container, checkpoint, &[])
+    }
+
+    /// CRIU gives up after 10 s when the freezer of version 1 of cgroups does not come to rest, as on a
+    /// machine that has much to do; the container runs on then.
+    fn dump(&self, container: &Container, checkpoint: &str, flags: &[&str]) -> Result<()> {
+        let name = container.name.as_str();
+        let create = [&["checkpoint", "create"], flags, &[name, checkpoint]].concat();
+        for _ in 0..2 {
+            let Err(error) = self.dockerd.run(&create) else { return Ok(()) };
+            // Its log goes with the container.
+            let said = criu_errors(&format!("{error:#}"));
+            if !said.contains("Unable to freeze cgroup") {
+                return Err(if said.is_empty() { error } else { error.context(said) });
+            }
+            self.dockerd.run(["checkpoint", "rm", name, checkpoint])?;
+        }
+        self.dockerd.run(&create).map(drop)
     }
 
     /// `docker checkpoint create --leave-running`.
     pub fn checkpoint_running(&self, container: &Container, checkpoint: &str) -> Result<()> {
-        let create = ["checkpoint", "create", "--leave-running"];
-        self.dockerd.run(create.iter().chain(&[container.name.as_str(), checkpoint])).map(drop)
+        self.dump(container, checkpoint, &["--leave-running"])
     }
 
     /// `docker start --checkpoint`.

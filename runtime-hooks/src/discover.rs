@@ -122,8 +122,8 @@ pub struct Gate<'a> {
     pub minimum_driver: u32,
     /// Whether it was given a job file.
     pub given_job: bool,
-    /// Whether this driver has jobs at all.
-    pub driver_has_jobs: bool,
+    /// Whether this driver may have jobs at all.
+    pub driver_may_have_jobs: bool,
     /// Whether jobs of this driver keep what is shared.
     pub jobs_are_trusted: bool,
 }
@@ -141,7 +141,7 @@ impl<'a> Gate<'a> {
             allowed,
             minimum_driver,
             given_job,
-            driver_has_jobs: job::known(facts),
+            driver_may_have_jobs: job::may_have(facts),
             jobs_are_trusted: job::trusted(facts, minimum_driver),
         }
     }

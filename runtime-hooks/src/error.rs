@@ -111,6 +111,12 @@ pub enum Cause {
         /// The state it should have.
         wanted: CudaState,
     },
+    /// `restore` without `--detach`.
+    #[error(
+        "without --detach the runtime comes back when the container has ended, and only then its CUDA could \
+         be given back: add --detach"
+    )]
+    NotDetached,
     /// The locks were not granted in time.
     #[error(
         "{who}: its CUDA work did not come to an end within {waited:?} ({attempts} attempts); \

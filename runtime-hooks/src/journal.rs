@@ -99,6 +99,8 @@ pub enum Stage {
     Suspending,
     /// The image is whole and the container stays paused, its CUDA checkpointed, until Resume.
     AwaitingResume,
+    /// A restore has started the image's processes, all of them CHECKPOINTED, and gives them their CUDA.
+    Restoring,
     /// `stasis suspend` is at work. What cannot be brought back stays suspended.
     Freeing,
     /// `stasis resume` is at work. The same.
@@ -112,7 +114,7 @@ impl Stage {
     /// Whether an operation is at work, or was killed.
     #[must_use]
     pub fn is_under_way(self) -> bool {
-        matches!(self, Self::Suspending | Self::Freeing | Self::Resuming)
+        matches!(self, Self::Suspending | Self::Restoring | Self::Freeing | Self::Resuming)
     }
 }
 
@@ -164,6 +166,16 @@ impl Entry {
 
     fn empty(&self) -> Self {
         Self::new(&self.container, self.init, false, Path::new(""))
+    }
+
+    /// The processes that were CHECKPOINTED when this was noted, also as what it goes back to. Who has been
+    /// at work since may have restored some.
+    pub fn left_checkpointed(&self) -> impl Iterator<Item = ProcessId> {
+        let entries = std::iter::successors(Some(self), |entry| entry.suspended.as_deref());
+        let left = |entry: &&Self| {
+            matches!(entry.stage, Stage::AwaitingResume | Stage::Restoring | Stage::Suspended)
+        };
+        entries.filter(left).flat_map(|entry| entry.processes.iter().map(|noted| noted.id))
     }
 
     /// The processes that it knows, also those of what it goes back to.

@@ -16,6 +16,7 @@ use oci_spec::runtime::Spec;
 use stasis_config::{Manifest, manifest};
 
 use crate::bring_back::log_of;
+use crate::checkpoint::require_actions;
 use crate::cuda::job::VARIABLE;
 use crate::cuda::{CudaState, Driver, DriverFacts, GpuUse, Steps};
 use crate::error::{Cause, Failure, Left, Phase};
@@ -138,6 +139,7 @@ fn preflight(
         if let Some(reason) = other_driver(request.manifest, &facts) {
             return Err(needs(reason));
         }
+        require_actions(&facts)?;
     }
     // Last, because they write.
     parts.job.place(request.image, request.manifest.job.as_ref())?;
@@ -183,6 +185,9 @@ fn devices(request: &Request<'_>, facts: &DriverFacts, spec: &Spec) -> Result<De
             (_, Some(reason)) => Err(reason),
             (_, None) => Ok(DeviceMap::new()),
         };
+    }
+    if facts.gpus.is_empty() {
+        tracing::warn!("NVML lists no GPUs: whether they are those of the image is not known");
     }
     let asked = request.device_map.map(|text| remap::parse(text, &facts.gpus)).transpose();
     let asked = asked.map_err(|why| format!("annotation dev.stasis.device-map: {why}"))?;
@@ -233,6 +238,7 @@ fn run(
     let job = rejoin(parts, processes, &cuda, request.manifest, init, spec)?;
     let in_job = job.is_some();
     let mut entry = Entry::new(request.container, init, false, request.image);
+    entry.stage = Stage::Restoring;
     entry.job = job;
     // A restore that is cut off may leave one LOCKED that seems to run.
     entry.locking = parts.driver.steps().map_err(Cause::NoDriver)? == Steps::Toggle;
@@ -242,6 +248,8 @@ fn run(
     entry.processes = cuda.iter().map(Noted::from).collect();
     parts.journal.save(&entry)?;
     interruptible(parts)?;
+    // Its code runs since CRIU has ended, and may open a device for something else than CUDA.
+    parts.driver.recall(&cuda.iter().map(CudaProcess::pid).collect::<Vec<_>>());
     if request.suspended && !cuda.is_empty() {
         return leave_suspended(parts, processes, &cuda, entry);
     }

@@ -8,6 +8,7 @@ use crate::error::{Cause, Failure, Left, Phase};
 use crate::journal::{Entry, Stage};
 use crate::parts::{Limits, Parts};
 use crate::processes::ProcessId;
+use crate::suspend::recall;
 use crate::suspended;
 
 /// Resumes the container of `entry`: CUDA first, then its own code. If its CUDA does not come back
@@ -18,6 +19,7 @@ pub fn resume(parts: &mut Parts<'_>, entry: &Entry, limits: &Limits) -> Result<(
     if !image_is_whole {
         unlock_network(parts);
     }
+    recall(parts, entry);
     let mut entry = entry.clone();
     let brought = bring_back(parts, &mut entry, Goal::Running, Thaw::Runtime, limits);
     let pending = matches!(brought, Ok(Back::LockPending));
@@ -50,6 +52,7 @@ pub fn repair(
     }
     tracing::warn!(container = entry.container, "an interrupted operation is put right");
     unlock_network(parts);
+    recall(parts, entry);
     // Its Resume was told, and all that is left of it is the journal.
     let resumed =
         entry.stage == Stage::AwaitingResume && matches!(parts.freezer.frozen(), Ok(false));

@@ -12,11 +12,13 @@
 //! Nothing here cleans up: whoever calls brings everything back with [`crate::bring_back`], from
 //! the journal's entry and from what the driver then says.
 
+use std::collections::BTreeSet;
 use std::time::{Duration, Instant};
 
 use crate::cuda::{Answers, CudaError, CudaState, Driver, Steps};
 use crate::discover::{Gate, find_uses, newcomers, refuse_strays};
 use crate::error::{Cause, Phase, Who};
+use crate::gpu_locks::{GpuLocks, Locked};
 use crate::hold::Keep;
 use crate::journal::{Entry, Noted, Stage};
 use crate::parts::{CudaProcess, Holding, Limits, Parts, Progress, pids};
@@ -76,7 +78,7 @@ pub fn suspend(
         cuda.extend(new);
         in_order(cuda);
         // Before they are noted: one of another job is not to be asked anything in this one.
-        if gate.driver_has_jobs {
+        if gate.driver_may_have_jobs {
             job::confirm(parts.driver, parts.processes, cuda, entry)?;
         }
         // Until now it was held like a process without CUDA, with the driver's threads.
@@ -108,7 +110,7 @@ pub fn suspend(
     parts.journal.save(entry)?;
 
     progress.enter(Phase::CudaCheckpoint);
-    checkpoint_all(parts, cuda, limits)?;
+    checkpoint_all(parts, cuda, limits, entry.job.is_some())?;
     interruptible(parts)?;
 
     progress.enter(Phase::Freeze);
@@ -122,10 +124,10 @@ pub fn suspend(
     }
 }
 
-/// Tells the driver which processes this entry has left CHECKPOINTED.
-pub(crate) fn recall(parts: &mut Parts<'_>, suspended: &Entry) {
-    let there = suspended.processes.iter().filter(|noted| parts.processes.alive(noted.id));
-    let pids: Vec<Pid> = there.map(|noted| noted.id.pid).collect();
+/// Tells the driver which processes the operation of this entry has left CHECKPOINTED.
+pub(crate) fn recall(parts: &mut Parts<'_>, entry: &Entry) {
+    let there = entry.left_checkpointed().filter(|id| parts.processes.alive(*id));
+    let pids: Vec<Pid> = there.map(|id| id.pid).collect();
     parts.driver.recall(&pids);
 }
 
@@ -209,6 +211,18 @@ fn find_states(
     Ok(())
 }
 
+/// Where lock and checkpoint are one step, those that took it get their memory back when another one does
+/// not come to rest. Meanwhile no restore of ours is to take it: without room theirs is final.
+fn keep_room(locks: &dyn GpuLocks, cuda: &[CudaProcess]) -> Option<Locked> {
+    let gpus = cuda.iter().flat_map(|process| &process.uses.gpus);
+    let gpus: BTreeSet<&str> = gpus.map(|(uuid, _)| uuid.as_str()).collect();
+    // One that restores just now has looked for room with all of this in its place.
+    locks.try_lock(&gpus).unwrap_or_else(|error| {
+        tracing::warn!(%error, "GPU memory is not kept from restores");
+        None
+    })
+}
+
 /// Locks all, however often it takes. If one is not ready in time all are unlocked and get a
 /// little time.
 fn lock_all(
@@ -238,6 +252,7 @@ fn lock_all(
         let mut holding =
             Holding { hold: &mut *parts.hold, processes: parts.processes, freezer: parts.freezer };
         let (mut let_go, mut waited) = (Ok(()), 0);
+        let kept = (steps == Steps::Toggle).then(|| keep_room(parts.gpu_locks, cuda));
         let answers = parts.driver.lock(&asked, timeout_now, &mut || {
             waited += 1;
             // A thread inside a synchronising CUDA call has to come out of it before the driver
@@ -252,6 +267,7 @@ fn lock_all(
                 });
             }
         });
+        drop(kept);
         if entry.frozen {
             holding.all(cuda, driver_runs)?;
             holding.hold.settle()?;
@@ -341,6 +357,7 @@ fn checkpoint_all(
     parts: &mut Parts<'_>,
     cuda: &[CudaProcess],
     limits: &Limits,
+    in_job: bool,
 ) -> Result<(), Cause> {
     let asked: Vec<Pid> = cuda
         .iter()
@@ -349,6 +366,11 @@ fn checkpoint_all(
         .collect();
     let answers = parts.driver.checkpoint(&asked, limits.checkpoint);
     check(parts.processes, answers, cuda)?;
+    // Those after it were not asked, and are not to be named for it.
+    let ended = |process: &&CudaProcess| in_job && parts.processes.ending(process.process.id);
+    if let Some(process) = cuda.iter().find(ended) {
+        return Err(Cause::Ended { who: process.who() });
+    }
     verify_checkpointed(parts, cuda, limits.checkpoint)
 }
 

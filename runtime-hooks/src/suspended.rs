@@ -114,7 +114,7 @@ fn membership(
     cuda: &[CudaProcess],
     init: ProcessId,
 ) -> Result<Option<Membership>, Cause> {
-    if !job::known(facts) {
+    if !job::may_have(facts) {
         return Ok(None);
     }
     let found = job::find(parts.driver, parts.processes, cuda, init)?;

@@ -4,7 +4,7 @@
 
 mod common;
 
-use common::{Fault, INIT, World, asked, image_of, process, restore};
+use common::{Fault, INIT, World, asked, image_of, process, restore, restore_as};
 use stasis_config::{Annotations, Manifest};
 use stasis_hooks::checkpoint::{After, checkpoint};
 use stasis_hooks::cuda::CudaState;
@@ -321,6 +321,59 @@ fn one_that_has_opened_a_device_since_is_resumed_by_who_recalls_it() {
             let failure = resumed.unwrap_err();
             assert!(matches!(failure.left, Left::Killed { .. }), "{failure}");
         }
+    }
+}
+
+/// Neither does who puts right what a killed operation has left.
+#[test]
+fn one_that_has_opened_a_device_since_is_repaired_by_who_recalls_it() {
+    let opens = |world: &World| {
+        world.with(|state| {
+            assert_eq!(state.cuda[&101], CudaState::Checkpointed);
+            state.opened.push(101);
+            state.frozen = false;
+        });
+    };
+    let repaired = |world: &World| {
+        let entry = world.with(|state| state.entry.clone().unwrap());
+        as_another_process(world);
+        world.run(|parts| repair(parts, &entry, INIT, &World::limits())).unwrap();
+        assert_eq!(world.states(), [CudaState::Running]);
+        world.with(|state| assert!(state.entry.is_none()));
+    };
+    // A resume that was killed before its toggle.
+    let world = world(1, false);
+    let entry = suspend(&world).unwrap();
+    world.cut_off_after(5, || _ = resume_suspended(&world, &entry));
+    world.with(|state| assert_eq!(state.entry.as_ref().unwrap().stage, Stage::Resuming));
+    opens(&world);
+    repaired(&world);
+    // A paused one that somebody else than its engine has thawed.
+    let world = self::world(1, true);
+    take(&world, After::LeaveRunning).unwrap();
+    opens(&world);
+    repaired(&world);
+    // A restore that was killed before its toggle.
+    let world = World::restored(1).toggling();
+    let calls = (0..40).find(|stop| {
+        let world = World::restored(1).toggling();
+        world.cut_off_after(*stop, || _ = restore(&world, &image(1)));
+        world.with(|state| state.entry.is_some())
+    });
+    world.cut_off_after(calls.unwrap(), || _ = restore(&world, &image(1)));
+    opens(&world);
+    repaired(&world);
+}
+
+/// Its code runs as soon as CRIU has restored it.
+#[test]
+fn a_restored_one_that_opens_a_device_at_once_gets_its_cuda() {
+    for suspended in [false, true] {
+        let world = World::restored(2).toggling();
+        world.with(|state| state.opened.push(101));
+        restore_as(&world, &image(2), suspended).unwrap();
+        let expected = if suspended { CudaState::Checkpointed } else { CudaState::Running };
+        assert_eq!(world.states(), [expected; 2]);
     }
 }
 

@@ -66,6 +66,11 @@ impl Lack {
         self.missing.is_empty() && self.gone.is_empty()
     }
 
+    /// The stale ones that no GPU's owner can want so: what all GPUs share.
+    pub(super) fn stale_for_all(&self) -> Vec<&str> {
+        self.stale.iter().map(String::as_str).filter(|path| !is_gpu(path)).collect()
+    }
+
     /// Whether the mount at this place in the container is missing, or its source is.
     pub(super) fn has_mount(&self, path: &str) -> bool {
         let gone = self.gone.iter().map(|(path, _)| path);

@@ -119,6 +119,14 @@ impl Bundle {
             let reason = self.refusal(&lack, &devices, &claims, &registry);
             return Err(Cause::Needs { path: image.to_owned(), reason });
         }
+        let shared = lack.stale_for_all();
+        if !shared.is_empty() {
+            tracing::warn!(
+                nodes = shared.join(", "),
+                "config.json gives device nodes other numbers than they have on this host, and no CDI \
+                 device that would put them right"
+            );
+        }
         for reason in &claims.in_vain {
             tracing::warn!(reason, "a CDI device cannot be had, and is not needed");
         }

@@ -66,7 +66,8 @@ pub(super) fn driver(host: &dyn Host, driver: &dyn DriverInfo, config: &Config) 
             jobs::jobs(host, &facts, config),
         ],
         Err(why) => vec![DRIVER.error(why).remedy(format!(
-            "install NVIDIA's driver from {API}, or set cuda.libcuda in the configuration"
+            "install NVIDIA's driver from {API} (or from {COMMAND}, with its cuda-checkpoint), or set \
+             cuda.libcuda in the configuration"
         ))],
     }
 }
@@ -78,7 +79,10 @@ fn version(host: &dyn Host, facts: &DriverFacts) -> Finding {
         Some(version) => format!("{version} ({cuda})"),
         None => format!("of unknown version ({cuda})"),
     };
-    let update = format!("update NVIDIA's driver to {API} or later, best to {REMAP} or later");
+    let update = format!(
+        "update NVIDIA's driver to {API} or later, best to {REMAP} or later (from {COMMAND} on NVIDIA's \
+         cuda-checkpoint does, too)"
+    );
 
     if let Some(version) = known {
         if version.major() < COMMAND {

@@ -1,6 +1,6 @@
 //! Directories that must be writable, and how GPUs get into containers.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use super::{Check, Finding, Host};
 
@@ -30,8 +30,8 @@ pub(super) fn log_directory(host: &dyn Host, directory: &Path) -> Finding {
 
 /// What NVIDIA's legacy hook mounts into a container is not in its config.json, so CRIU finds
 /// mounts that nobody told it about and refuses. What CDI adds is.
-pub(super) fn cdi(host: &dyn Host) -> Finding {
-    let specs = specs(host);
+pub(super) fn cdi(host: &dyn Host, directories: &[PathBuf]) -> Finding {
+    let specs = specs(host, directories);
     if let Some(hook) = hook(host) {
         let message = format!(
             "NVIDIA's legacy hook is installed ({hook}); containers that get their GPUs from it \
@@ -44,7 +44,11 @@ pub(super) fn cdi(host: &dyn Host) -> Finding {
         );
     }
     if specs.is_empty() {
-        CDI.ok("no specifications in /etc/cdi or /var/run/cdi, and no legacy hook")
+        let shown: Vec<_> = directories.iter().map(|path| path.display().to_string()).collect();
+        CDI.ok(match shown.as_slice() {
+            [] => "not used (cdi.directories is empty), and no legacy hook".to_owned(),
+            shown => format!("no specifications in {}, and no legacy hook", shown.join(" or ")),
+        })
     } else {
         CDI.ok(specs.join(", "))
     }
@@ -62,13 +66,14 @@ fn hook(host: &dyn Host) -> Option<String> {
     Some(program.display().to_string())
 }
 
-fn specs(host: &dyn Host) -> Vec<String> {
+/// The files of CDI specifications in these directories.
+pub(super) fn specs(host: &dyn Host, directories: &[PathBuf]) -> Vec<String> {
     let mut all = Vec::new();
-    for directory in ["/etc/cdi", "/var/run/cdi"] {
-        for name in host.list(Path::new(directory)).unwrap_or_default() {
+    for directory in directories {
+        for name in host.list(directory).unwrap_or_default() {
             let extension = Path::new(&name).extension();
             if extension.is_some_and(|e| e == "yaml" || e == "json") {
-                all.push(format!("{directory}/{name}"));
+                all.push(directory.join(&name).display().to_string());
             }
         }
     }
@@ -97,6 +102,10 @@ mod tests {
         assert_eq!(log_directory(&fake, Path::new("/run/stasis")).level, Level::Warning);
     }
 
+    fn cdi(fake: &Fake) -> Finding {
+        super::cdi(fake, &["/etc/cdi".into(), "/var/run/cdi".into()])
+    }
+
     #[test]
     fn the_legacy_hook_is_a_warning() {
         let fake = Fake::good();
@@ -104,6 +113,10 @@ mod tests {
         assert_eq!(
             said(&cdi(&fake)),
             "ok no specifications in /etc/cdi or /var/run/cdi, and no legacy hook"
+        );
+        assert_eq!(
+            said(&super::cdi(&fake, &[])),
+            "ok not used (cdi.directories is empty), and no legacy hook"
         );
         fake.file("/etc/cdi/nvidia.yaml", "");
         fake.file("/var/run/cdi/other.json", "");

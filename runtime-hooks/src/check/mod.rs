@@ -109,7 +109,7 @@ pub fn run(host: &dyn Host, driver: &dyn DriverInfo, config: &Config) -> Vec<Fin
         kernel::ptrace(host),
         cgroup::cgroups(host),
         kernel::huge_pages(host),
-        tools::runtime(host, &config.runtime.path),
+        tools::runtime(host, &config.runtime.path, &config.cdi.directories),
     ];
     all.extend([criu, criu_check]);
     all.extend([
@@ -120,7 +120,7 @@ pub fn run(host: &dyn Host, driver: &dyn DriverInfo, config: &Config) -> Vec<Fin
     ]);
     all.extend(driver::driver(host, driver, config));
     all.extend([
-        files::cdi(host),
+        files::cdi(host, &config.cdi.directories),
         files::state_directory(host, &config.state.directory),
         files::log_directory(host, &config.log.directory),
     ]);

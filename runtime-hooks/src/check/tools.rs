@@ -4,6 +4,7 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use super::files::specs;
 use super::version::Version;
 use super::{Check, Finding, Host, Level, Output};
 
@@ -50,7 +51,7 @@ fn ask(
 }
 
 /// The runtime below us.
-pub(super) fn runtime(host: &dyn Host, configured: &Path) -> Finding {
+pub(super) fn runtime(host: &dyn Host, configured: &Path, cdi: &[PathBuf]) -> Finding {
     const SET: &str = "set runtime.path in the configuration to runc 1.1 or later";
     if configured.file_name().is_some_and(|name| name == "stasis-runc") {
         return RUNTIME.error("runtime.path is stasis-runc, which would call itself").remedy(SET);
@@ -70,12 +71,15 @@ pub(super) fn runtime(host: &dyn Host, configured: &Path) -> Finding {
             RUNTIME.error(format!("runc {version} at {path}: older than {OLDEST_RUNC}")).remedy(SET)
         }
         // It edits config.json for create and not for restore.
-        Some(Runtime::Runc { version, wrapped: true }) => RUNTIME
+        Some(Runtime::Runc { version, wrapped: true }) if specs(host, cdi).is_empty() => RUNTIME
             .warning(format!(
                 "NVIDIA's wrapper of runc {version} at {path}: what it adds to a container is \
-                 missing at restore"
+                 taken from CDI at a restore, and this host has no specifications"
             ))
-            .remedy("set runtime.path in the configuration to runc itself, and use CDI"),
+            .remedy("nvidia-ctk cdi generate --output=/etc/cdi/nvidia.yaml"),
+        Some(Runtime::Runc { version, wrapped: true }) => {
+            RUNTIME.ok(format!("NVIDIA's wrapper of runc {version} at {path}"))
+        }
         Some(Runtime::Runc { version, wrapped: false }) => {
             RUNTIME.ok(format!("runc {version} at {path}"))
         }
@@ -389,7 +393,7 @@ Error (criu/crtools.c:260): Could not initialize kernel features detection.
 
     fn runtime_of(stdout: &str) -> String {
         let fake = Fake::empty().command("runc --version", 0, stdout, "");
-        said(&runtime(&fake, Path::new("runc")))
+        said(&runtime(&fake, Path::new("runc"), &["/etc/cdi".into()]))
     }
 
     #[test]
@@ -404,10 +408,17 @@ Error (criu/crtools.c:260): Could not initialize kernel features detection.
             runtime_of(&CRUN.replace("+YAJL", "+CRIU +YAJL")),
             "ok crun 1.8.1 at /usr/bin/runc"
         );
+        let wrapped = format!("NVIDIA Container Runtime version 1.17.8\nspec: 1.2.1\n\n{RUNC}");
         assert_eq!(
-            runtime_of(&format!("NVIDIA Container Runtime version 1.17.8\nspec: 1.2.1\n\n{RUNC}")),
+            runtime_of(&wrapped),
             "warning NVIDIA's wrapper of runc 1.1.15 at /usr/bin/runc: what it adds to a container \
-             is missing at restore"
+             is taken from CDI at a restore, and this host has no specifications"
+        );
+        let fake = Fake::empty().command("runc --version", 0, &wrapped, "");
+        fake.file("/etc/cdi/nvidia.yaml", "");
+        assert_eq!(
+            said(&runtime(&fake, Path::new("runc"), &["/etc/cdi".into()])),
+            "ok NVIDIA's wrapper of runc 1.1.15 at /usr/bin/runc"
         );
         assert_eq!(
             runtime_of("youki version 0.5.5\n"),
@@ -421,7 +432,7 @@ Error (criu/crtools.c:260): Could not initialize kernel features detection.
 
     #[test]
     fn the_runtime_must_be_there_and_answer() {
-        let of = |fake: &Fake, path: &str| said(&runtime(fake, Path::new(path)));
+        let of = |fake: &Fake, path: &str| said(&runtime(fake, Path::new(path), &[]));
         assert_eq!(of(&Fake::empty(), "runc"), "error runc was not found");
         assert_eq!(of(&Fake::empty(), "/opt/runc"), "error /opt/runc was not found");
         assert_eq!(

@@ -105,4 +105,6 @@ pub struct Neighbour {
     pub inner_pid: Pid,
     /// Which one.
     pub id: ProcessId,
+    /// CRIU dumps it: what it says, a restored container's says, too.
+    pub in_image: bool,
 }

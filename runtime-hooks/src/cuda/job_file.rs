@@ -39,17 +39,29 @@ pub(super) fn named_by(
         Variable::IsNot => Ok(None),
         // What it began with is what it was given, or what others of the container have.
         Variable::Overwritten => {
-            let others = neighbours.iter().filter_map(|other| match variable(other.id) {
+            let others = neighbours.iter().filter(|other| other.in_image);
+            let others = others.filter_map(|other| match variable(other.id) {
                 Variable::Is(value) => Some(value),
                 Variable::IsNot | Variable::Overwritten => None,
             });
             let given = DESTINATION.as_bytes().to_vec();
-            let found = std::iter::once(given)
+            let mut all = std::iter::once(given)
                 .chain(others)
                 .filter_map(|value| resolve(process, init, &value, neighbours).ok().flatten())
                 // An empty one was only mounted over, in an earlier life of this root file system.
-                .find(|named| reach(&named.way).is_ok_and(|file| file.metadata.len() > 0));
-            Ok(found)
+                .filter(|named| reach(&named.way).is_ok_and(|file| file.metadata.len() > 0));
+            let Some(found) = all.next() else { return Ok(None) };
+            match all.find(|other| other.file != found.file) {
+                None => Ok(Some(found)),
+                Some(other) => Err(Unusable {
+                    named: found.named,
+                    reason: format!(
+                        "may not be its own: its environment was overwritten by a title, and of its \
+                         container's processes some name {}",
+                        other.named
+                    ),
+                }),
+            }
         }
     }
 }
@@ -288,11 +300,16 @@ impl Reached {
     }
 }
 
+/// Bit of that capability.
+const DAC_OVERRIDE: u64 = 1 << 1;
+
 /// By what a process may write.
 struct Ids {
     uid: u32,
     gid: u32,
     groups: Vec<u32>,
+    /// `CAP_DAC_OVERRIDE`, as root on this host.
+    overrides: bool,
 }
 
 impl Ids {
@@ -308,7 +325,10 @@ impl Ids {
         };
         // Real, effective, saved, and of the file system.
         let (uid, gid) = (*numbers("Uid:")?.get(3)?, *numbers("Gid:")?.get(3)?);
-        Some(Self { uid, gid, groups: numbers("Groups:")? })
+        let effective = status.lines().find_map(|line| line.strip_prefix("CapEff:"))?;
+        let effective = u64::from_str_radix(effective.trim(), 16).ok()?;
+        let overrides = uid == 0 && effective & DAC_OVERRIDE != 0;
+        Some(Self { uid, gid, groups: numbers("Groups:")?, overrides })
     }
 
     fn may_write(&self, mode: u32, uid: u32, gid: u32) -> bool {
@@ -319,7 +339,7 @@ impl Ids {
         } else {
             0o002
         };
-        self.uid == 0 || mode & bit != 0
+        self.overrides || mode & bit != 0
     }
 }
 
@@ -445,7 +465,7 @@ mod tests {
     #[test]
     fn descriptors_are_told_from_paths() {
         let init = ProcessId { pid: 700, start_time: 1 };
-        let neighbours = [Neighbour { inner_pid: 1, id: init }];
+        let neighbours = [Neighbour { inner_pid: 1, id: init, in_image: true }];
         let of = |value: &str| way(this(), value.as_bytes(), &neighbours);
         for own in ["/proc/self/fd/5", "/dev/fd/5", "/proc/thread-self/fd/5"] {
             assert_eq!(of(own), Ok(Way::Descriptor { process: this(), number: 5 }), "{own}");
@@ -536,8 +556,14 @@ mod tests {
 
     #[test]
     fn who_could_not_write_lends_no_right_to() {
-        let status = "Uid:\t1000\t1000\t1000\t1000\nGid:\t100\t100\t100\t100\nGroups:\t7 8 \n";
-        let ids = Ids::parse(status).unwrap();
+        let status = |uid: u32, capabilities: &str| {
+            format!(
+                "Uid:\t1000\t1000\t1000\t{uid}\nGid:\t100\t100\t100\t100\nGroups:\t7 8 \n\
+                 CapEff:\t{capabilities}\n"
+            )
+        };
+        let ids = |uid, capabilities| Ids::parse(&status(uid, capabilities)).unwrap();
+        let all = "000001ffffffffff";
         for (mode, uid, gid, may) in [
             (0o600, 1000, 0, true),
             (0o066, 1000, 0, false),
@@ -547,9 +573,14 @@ mod tests {
             (0o600, 0, 0, false),
             (0o666, 0, 0, true),
         ] {
-            assert_eq!(ids.may_write(mode, uid, gid), may, "{mode:o} {uid} {gid}");
+            // Capabilities of another user are those in a namespace of its own.
+            let found = ids(1000, all).may_write(mode, uid, gid);
+            assert_eq!(found, may, "{mode:o} {uid} {gid}");
         }
-        assert!(Ids { uid: 0, ..ids }.may_write(0, 1, 1));
+        assert!(ids(0, all).may_write(0, 1, 1));
+        // Root without them.
+        assert!(!ids(0, "0000000000000000").may_write(0o600, 1000, 1));
+        assert!(ids(0, "0000000000000000").may_write(0o600, 0, 1));
     }
 
     #[test]

@@ -31,17 +31,17 @@ impl Monitor {
     }
 
     pub(super) fn gpus(&self) -> Result<Vec<Gpu>, NvmlError> {
-        (0..self.nvml.device_count()?)
-            .map(|index| {
-                let device = self.nvml.device_by_index(index)?;
-                Ok(Gpu {
-                    uuid: device.uuid()?,
-                    name: device.name()?,
-                    memory_bytes: device.memory_info()?.total,
-                    minor: device.minor_number().ok(),
-                })
+        let gpu = |index| -> Result<Gpu, NvmlError> {
+            let device = self.nvml.device_by_index(index)?;
+            Ok(Gpu {
+                uuid: device.uuid()?,
+                name: device.name()?,
+                memory_bytes: device.memory_info()?.total,
+                minor: device.minor_number().ok(),
             })
-            .collect()
+        };
+        // One that has fallen off the bus does not answer: the others are there nevertheless.
+        Ok((0..self.nvml.device_count()?).filter_map(|index| gpu(index).ok()).collect())
     }
 
     /// Free bytes by UUID.

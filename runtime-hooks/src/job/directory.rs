@@ -103,8 +103,11 @@ impl JobDirectory {
 
     /// Whether it belongs to no container, and to nobody who is about to make one. `container` is the
     /// runtime's directory of it.
-    fn is_left_behind(&self, container: &Path) -> bool {
-        !container.exists() && !self.owner_is_alive()
+    #[must_use]
+    pub fn is_left_behind(&self, container: &Path) -> bool {
+        // In this order: an owner that is not there any more has become the runtime, which has made the
+        // container if it ever does.
+        !self.owner_is_alive() && !container.exists()
     }
 
     fn owner_is_alive(&self) -> bool {

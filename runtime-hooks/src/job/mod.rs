@@ -27,7 +27,7 @@ use crate::cuda::{Driver, DriverError, DriverFacts};
 use crate::error::Who;
 use crate::journal::Entry;
 use crate::parts::CudaProcess;
-use crate::processes::{ProcessId, Processes, ProcessesError};
+use crate::processes::{ProcessId, Processes, ProcessesError, descends};
 use crate::spec;
 
 /// Why there is no job, or not this one.
@@ -125,10 +125,12 @@ pub enum JobError {
     Helper(DriverError),
 }
 
-/// Whether this driver has jobs at all. Then a member is operated in its job, whatever the job keeps.
+/// Whether this driver may have jobs: one whose version is not known may, and to one without jobs the
+/// variable is like any other. Then a member is operated in its job, whatever the job keeps; outside of
+/// it, it is lost.
 #[must_use]
-pub fn known(facts: &DriverFacts) -> bool {
-    facts.branch().is_some_and(|branch| branch >= FIRST_BRANCH)
+pub fn may_have(facts: &DriverFacts) -> bool {
+    facts.branch().is_none_or(|branch| branch >= FIRST_BRANCH)
 }
 
 /// Whether jobs of this driver are relied on: it has the branch that the administrator trusts.
@@ -176,10 +178,14 @@ pub fn find(
     cuda: &[CudaProcess],
     init: ProcessId,
 ) -> Result<Option<Found>, JobError> {
-    let neighbours: Vec<Neighbour> = processes
-        .list()?
+    let all = processes.list()?;
+    let neighbours: Vec<Neighbour> = all
         .iter()
-        .map(|process| Neighbour { inner_pid: process.inner_pid, id: process.id })
+        .map(|process| Neighbour {
+            inner_pid: process.inner_pid,
+            id: process.id,
+            in_image: descends(&all, process, init.pid),
+        })
         .collect();
     let asked: Vec<_> = cuda.iter().map(|process| process.process.id).collect();
     let mut named = driver.job_files(&asked, init, &neighbours).map_err(JobError::Helper)?;
@@ -238,6 +244,13 @@ pub fn confirm(
             "{}: it began meanwhile, in a job that the others were not in",
             found.who
         ))),
+        // It was found by what another process says, which is not there any more.
+        (None, Some(_)) if cuda.iter().any(|process| !processes.ending(process.process.id)) => {
+            Err(JobError::NotTheImages(
+                "no process of the container names the job file any more that was found first"
+                    .into(),
+            ))
+        }
         _ => Ok(()),
     }
 }

@@ -125,6 +125,9 @@ pub(super) fn restore(context: &Context<'_>) -> anyhow::Result<ExitCode> {
         give_job_if_annotated(context, "restore")?;
         return without_cuda(context, "restore");
     };
+    if !arguments.has("detach") && !arguments.has("d") {
+        return Err(refused(Cause::NotDetached));
+    }
     let root = context.root();
     let journal = context.journal();
     let _lock = journal.lock(LOCK_PATIENCE).map_err(|error| refused(error.into()))?;
@@ -247,7 +250,10 @@ pub(super) fn delete(context: &Context<'_>) -> anyhow::Result<ExitCode> {
         .status()
         .with_context(|| format!("stasis: cannot execute {}", context.program.display()))?;
     if !context.root().join(context.id).exists() {
-        forget_job(context, &JobDirectory::of(&journal));
+        // Busy: another of this id is just being made.
+        if let Ok(_lock) = journal.lock(Duration::ZERO) {
+            forget_job(context, &JobDirectory::of(&journal));
+        }
         journal.forget();
     }
     Ok(ExitCode::from(u8::try_from(status.code().unwrap_or(1)).unwrap_or(1)))
@@ -257,8 +263,7 @@ pub(super) fn delete(context: &Context<'_>) -> anyhow::Result<ExitCode> {
 /// being made.
 fn forget_job(context: &Context<'_>, directory: &JobDirectory) {
     if directory.exists()
-        && !context.root().join(context.id).exists()
-        && !directory.is_anothers()
+        && directory.is_left_behind(&context.root().join(context.id))
         && let Err(error) = directory.remove()
     {
         tracing::warn!(container = context.id, %error, "the job directory stays behind");

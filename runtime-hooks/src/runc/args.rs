@@ -32,6 +32,7 @@ const VALUED_OPTIONS: &[&str] = &[
     "lsm-profile",
     "lsm-mount-context",
     "preserve-fds",
+    "pidfd-socket",
     "network-lock",
 ];
 
@@ -248,6 +249,7 @@ const VALUED_EXEC: &[&str] = &[
     "cap",
     "c",
     "preserve-fds",
+    "pidfd-socket",
     "cgroup",
 ];
 
@@ -463,6 +465,9 @@ mod tests {
         let shim = "exec --process /p.json --detach --pid-file /f c1";
         assert_eq!(line(shim).exec_process().unwrap(), "/p.json");
         assert_eq!(replaced(shim), "--process /new --detach --pid-file /f c1");
+        let by_pidfd = "exec --pidfd-socket /s --process /p.json c1";
+        assert_eq!(line(by_pidfd).id().unwrap(), "c1");
+        assert_eq!(replaced(by_pidfd), "--pidfd-socket /s --process /new c1");
         let podman = "exec --pid-file /f --process=/p.json c1";
         assert_eq!(line(podman).exec_process().unwrap(), "/p.json");
         assert_eq!(replaced(podman), "--pid-file /f --process=/new c1");

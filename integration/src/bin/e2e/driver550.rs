@@ -39,6 +39,7 @@ pub(crate) fn modules() -> Vec<(&'static str, Place, Vec<Test>)> {
         tests.push(Test::new(format!("{word}_refused_550"), refused_toggle));
         tests.push(Test::new(format!("{word}_refused_555"), refused_step));
         tests.push(Test::new(format!("{word}_without_the_command"), without_the_command));
+        tests.push(Test::new(format!("{word}_restore_without_the_command"), restore_without));
         ("driver550", Place::apart(shim), tests)
     });
     modules.into()
@@ -130,8 +131,36 @@ fn refused_step(case: &Case) -> Result<()> {
     case.expect(&id, 102)
 }
 
+/// Refused before CRIU is asked; `stasis inspect` knows as much.
+fn restore_without(case: &Case) -> Result<()> {
+    let id = start(case, TOGGLE, &[])?;
+    let directory = case.path("image");
+    let image = Some(directory.clone());
+    case.checkpoint(&id, &Checkpoint { image, ..Checkpoint::default() })?;
+    let image = format!("checkpoint/{id}:1");
+    case.ctr().checkpoint_container(&id, &image)?;
+    case.remove(&id)?;
+    case.set(&no_command())?;
+    let error = case.ctr().restore_fails(&id, &image)?;
+    ensure!(error.contains("/no/such/cuda-checkpoint") && error.contains("570"), "{error}");
+    ensure!(error.contains("in phase preflight") && error.contains("not touched"), "{error}");
+    let report = Stasis::new(case).json(&["inspect", &directory.display().to_string()])?;
+    let why = report["host"]["problems"].to_string();
+    ensure!(report["host"]["can_restore"] == false, "{report}");
+    ensure!(why.contains("/no/such/cuda-checkpoint"), "{why}");
+    case.remove(&id)?;
+    case.set(&Settings::default())?;
+    case.ctr().restore(&id, &image)?;
+    case.expect(&id, 102)?;
+    case.ctr().remove_image(&image)
+}
+
+fn no_command() -> Settings {
+    Settings::default().with("cuda", "utility", "\"/no/such/cuda-checkpoint\"")
+}
+
 fn without_the_command(case: &Case) -> Result<()> {
-    let settings = Settings::default().with("cuda", "utility", "\"/no/such/cuda-checkpoint\"");
+    let settings = no_command();
     case.set(&settings)?;
     let id = start(case, TOGGLE, &[])?;
     case.set(&settings)?;

@@ -16,6 +16,7 @@ const LIMIT: Duration = Duration::from_secs(60);
 pub(crate) fn tests() -> Vec<Test> {
     vec![
         Test::new("restore_over_a_running_container", restore_over),
+        Test::new("restore_in_the_foreground", in_the_foreground),
         Test::new("two_checkpoints_while_paused", twice_paused),
         Test::new("checkpoint_while_paused_then_kill", paused_then_kill),
         Test::new("resume_with_the_root_spelled_otherwise", other_root),
@@ -36,6 +37,19 @@ fn restore_over(case: &Case) -> Result<()> {
     command.arg("--root").arg(case.root()).arg("restore").arg("--image-path").arg(&image);
     command.arg("--work-path").arg(case.path("work")).args(["--detach", &id]);
     command::fail(&mut command, LIMIT)?;
+    goes_on(case, &id)
+}
+
+/// The runtime would come back only at the end of the container, whose CUDA would wait until then.
+fn in_the_foreground(case: &Case) -> Result<()> {
+    let id = start(case)?;
+    let image = case.path("image");
+    case.checkpoint(&id, &to(&image))?;
+    let mut command = case.runtime.command();
+    command.arg("--root").arg(case.root()).arg("restore").arg("--image-path").arg(&image);
+    command.arg("--bundle").arg(case.path("none")).arg(format!("{id}-2"));
+    let error = command::fail(&mut command, LIMIT)?;
+    ensure!(error.contains("add --detach"), "{error}");
     goes_on(case, &id)
 }
 

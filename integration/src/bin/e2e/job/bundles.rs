@@ -14,6 +14,7 @@ use stasis_integration::command;
 use super::own::{Own, says};
 use super::{FILE, GIVEN, KEEPS, VARIABLE};
 use crate::Test;
+use crate::suspend::Stasis;
 
 const LIMIT: Duration = Duration::from_secs(60);
 
@@ -284,11 +285,22 @@ fn started_again(case: &Case<'_>) -> Result<()> {
 /// What runc refuses after a job file was made leaves it behind, until another one is made.
 fn swept(case: &Case<'_>) -> Result<()> {
     case.gpu.driver(KEEPS)?;
-    let mut failed = Own::annotated(case, "failed")?;
-    failed.bare.add_mount(Path::new("/nonexistent"), "/mnt", false)?;
-    says(&failed.create_fails()?, &["/nonexistent"])?;
+    let fails = |name: &str| -> Result<Own<'_>> {
+        let mut failed = Own::annotated(case, name)?;
+        failed.bare.add_mount(Path::new("/nonexistent"), "/mnt", false)?;
+        says(&failed.create_fails()?, &["/nonexistent"])?;
+        Ok(failed)
+    };
+    let failed = fails("failed")?;
     let mut good = Own::started(case, "good")?;
     ensure!(failed.own_job().is_none(), "the job file of a failed create was not swept away");
+    good.expect()?;
+    // Nor does it wait for a next one.
+    let failed = fails("again")?;
+    ensure!(failed.own_job().is_some(), "there is nothing to sweep away");
+    let root = failed.bare.root().display().to_string();
+    Stasis::new(case).run(&["repair", "--root", &root])?;
+    ensure!(failed.own_job().is_none(), "the job file of a failed create was not repaired away");
     good.expect()?;
     // What runs is not swept.
     let mut other = Own::started(case, "other")?;

@@ -363,8 +363,10 @@ impl FrontEnd for OfPodman<'_> {
         self.podman.run(["exec", id].iter().chain(program))
     }
 
-    fn checkpoint(&self, id: &str, _image: &str) -> Result<()> {
-        self.podman.run(["container", "checkpoint", "--leave-running", id]).map(drop)
+    fn checkpoint(&self, id: &str, image: &str) -> Result<()> {
+        let archive = self.archive(image).display().to_string();
+        let export = ["--leave-running", "--compress", "none", "--export", &archive, id];
+        self.podman.run([&["container", "checkpoint"], &export[..]].concat()).map(drop)
     }
 
     fn checkpoint_and_end(&self, id: &str, image: &str) -> Result<()> {

@@ -80,12 +80,20 @@ pub(super) fn whole_life(front: &dyn FrontEnd, method: Method) -> Result<()> {
         front.expect(&id, &mut group)?;
     }
     front.more(&id, &mut group)?;
+    let at_last = group;
+    front.checkpoint(&id, "running-4")?;
+    front.expect(&id, &mut group)?;
     front.checkpoint_and_end(&id, "ended")?;
     if front.has_two_of_an_image() {
-        at_once(front, method, &id, group)
+        at_once(front, method, &id, group)?;
     } else {
-        in_turn(front, method, &id, group)
+        in_turn(front, method, &id, group)?;
     }
+    // What was made of it while it ran is as good.
+    let mut group = at_last;
+    let id = front.restore("running-4", Some(&id))?;
+    front.expect(&id, &mut group)?;
+    front.end(&id)
 }
 
 fn at_once(front: &dyn FrontEnd, method: Method, ended: &str, group: Group) -> Result<()> {

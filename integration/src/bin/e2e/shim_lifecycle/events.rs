@@ -29,7 +29,11 @@ fn order(case: &Case, seen: &mut Seen) -> Result<()> {
     // The exec is killed with its namespace, and its end is told before that of init.
     case.remove(&id)?;
     events.wait_for(&id, "/containers/delete")?;
-    for event in events.of(&id)? {
+    events.wait_for(&id, "/tasks/delete")?;
+    // The one is containerd's and the other the shim's: nobody promises which is shown first.
+    let mut all = events.of(&id)?;
+    all.sort_by_key(|event| event.topic == "/containers/delete");
+    for event in all {
         // Go's shim does not publish it.
         if event.topic == "/tasks/checkpointed" {
             seen.say("and checkpointed");
