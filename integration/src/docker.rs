@@ -431,7 +431,7 @@ impl<'a> Docker<'a> {
             if !said.contains("Unable to freeze cgroup") {
                 return Err(if said.is_empty() { error } else { error.context(said) });
             }
-            self.dockerd.run(["checkpoint", "rm", name, checkpoint])?;
+            eprintln!("{name}: its checkpoint is tried again: {said}");
         }
         self.dockerd.run(&create).map(drop)
     }

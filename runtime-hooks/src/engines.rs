@@ -108,7 +108,8 @@ fn of_docker(id: &str, bundle: &Path) -> Option<String> {
     }
     let spec = spec::load(bundle).ok()?;
     let sources = spec.mounts().iter().flatten().filter_map(|mount| mount.source().as_deref());
-    let mut directories = sources.filter_map(Path::parent);
+    // With another container's network its files are mounted, and of this one only what lies deeper.
+    let mut directories = sources.flat_map(Path::ancestors);
     let directory = directories.find(|directory| {
         directory.ends_with(Path::new("containers").join(id)) && directory.is_absolute()
     })?;
@@ -210,6 +211,9 @@ mod tests {
         assert_eq!(of("abc", &own), None);
         fs::write(own.join("config.v2.json"), r#"{"ID":"abc","Name":"/web"}"#).unwrap();
         assert_eq!(of("abc", &own).unwrap(), "web");
+        // With the network of another container.
+        let deeper = host.path().join("data/containers/abc/mounts");
+        assert_eq!(of("abc", &deeper).unwrap(), "web");
         // Another container's, mounted into this one.
         assert_eq!(of("abcd", &own), None);
         fs::write(own.join("config.v2.json"), "[]").unwrap();

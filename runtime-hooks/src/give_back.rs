@@ -11,7 +11,9 @@ use crate::hold::Keep;
 use crate::journal::Entry;
 use crate::parts::{CudaProcess, Holding, Parts, pids};
 use crate::processes::Processes;
-use crate::suspend::{FIRST_ATTEMPT, STATE, check, driver_runs, runs_although_paused, verify};
+use crate::suspend::{
+    FIRST_ATTEMPT, STATE, check, driver_runs, keep_room, runs_although_paused, verify,
+};
 
 /// Between two attempts.
 const PAUSE: Duration = Duration::from_millis(200);
@@ -112,11 +114,13 @@ pub(crate) fn clear_up(
     let mut holding =
         Holding { hold: &mut *parts.hold, processes: parts.processes, freezer: parts.freezer };
     let mut let_out = Ok(());
+    let kept = keep_room(parts.gpu_locks, cuda);
     let answers = parts.driver.lock(&asked, timeout, &mut || {
         if held {
             let_out = holding.all(cuda, |process| Keep::InsideCalls(process.restore_thread));
         }
     });
+    drop(kept);
     let_out?;
     if held {
         parts.holding().all(cuda, driver_runs)?;

@@ -168,8 +168,8 @@ impl Entry {
         Self::new(&self.container, self.init, false, Path::new(""))
     }
 
-    /// The processes that were CHECKPOINTED when this was noted, also as what it goes back to. Who has been
-    /// at work since may have restored some.
+    /// The processes that were CHECKPOINTED when this was noted, also those of what it goes back to. Some may
+    /// have been restored since.
     pub fn left_checkpointed(&self) -> impl Iterator<Item = ProcessId> {
         let entries = std::iter::successors(Some(self), |entry| entry.suspended.as_deref());
         let left = |entry: &&Self| {

@@ -185,8 +185,8 @@ pub fn parse(text: &str, host: &[Gpu]) -> Result<DeviceMap, String> {
 /// A GPU of this host, as people name it.
 pub fn gpu(name: &str, host: &[Gpu]) -> Result<String, String> {
     let shown = stasis_config::text::printable(name, 64);
-    if let Ok(index) = name.parse::<usize>() {
-        let found = host.get(index).map(|gpu| gpu.uuid.clone());
+    if let Ok(index) = name.parse::<u32>() {
+        let found = host.iter().find(|gpu| gpu.index == index).map(|gpu| gpu.uuid.clone());
         return found.ok_or_else(|| format!("this host has no GPU number {index}"));
     }
     let fitting: Vec<&Gpu> = host
@@ -289,7 +289,9 @@ mod tests {
     fn people_name_gpus_by_number_or_beginning() {
         let host: Vec<Gpu> = [A, B]
             .iter()
-            .map(|uuid| Gpu {
+            .zip(0..)
+            .map(|(uuid, index)| Gpu {
+                index,
                 uuid: (*uuid).into(),
                 name: "H200".into(),
                 memory_bytes: 1,
@@ -297,6 +299,9 @@ mod tests {
             })
             .collect();
         assert_eq!(gpu("1", &host).unwrap(), B);
+        // Number 0 does not answer.
+        assert_eq!(gpu("1", &host[1..]).unwrap(), B);
+        assert!(gpu("0", &host[1..]).unwrap_err().contains("no GPU number 0"));
         assert_eq!(gpu("gpu-0A", &host).unwrap(), A);
         assert_eq!(gpu(B, &host).unwrap(), B);
         for (name, expected) in

@@ -124,10 +124,16 @@ pub fn suspend(
     }
 }
 
-/// Tells the driver which processes the operation of this entry has left CHECKPOINTED.
+/// Tells the driver which processes the operation of this entry has left CHECKPOINTED. Not those that
+/// have come back since: for them room would be looked for that they have.
 pub(crate) fn recall(parts: &mut Parts<'_>, entry: &Entry) {
+    if !parts.driver.steps().is_ok_and(|steps| steps == Steps::Toggle) {
+        return;
+    }
     let there = entry.left_checkpointed().filter(|id| parts.processes.alive(*id));
-    let pids: Vec<Pid> = there.map(|id| id.pid).collect();
+    let mut pids: Vec<Pid> = there.map(|id| id.pid).collect();
+    let uses = parts.driver.usage(&pids).unwrap_or_default();
+    pids.retain(|pid| uses.get(pid).is_none_or(|uses| uses.gpus.is_empty()));
     parts.driver.recall(&pids);
 }
 
@@ -213,7 +219,7 @@ fn find_states(
 
 /// Where lock and checkpoint are one step, those that took it get their memory back when another one does
 /// not come to rest. Meanwhile no restore of ours is to take it: without room theirs is final.
-fn keep_room(locks: &dyn GpuLocks, cuda: &[CudaProcess]) -> Option<Locked> {
+pub(crate) fn keep_room(locks: &dyn GpuLocks, cuda: &[CudaProcess]) -> Option<Locked> {
     let gpus = cuda.iter().flat_map(|process| &process.uses.gpus);
     let gpus: BTreeSet<&str> = gpus.map(|(uuid, _)| uuid.as_str()).collect();
     // One that restores just now has looked for room with all of this in its place.

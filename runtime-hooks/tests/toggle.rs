@@ -353,6 +353,14 @@ fn one_that_has_opened_a_device_since_is_repaired_by_who_recalls_it() {
     take(&world, After::LeaveRunning).unwrap();
     opens(&world);
     repaired(&world);
+    // One that ran in between, and is paused again.
+    let world = self::world(1, true);
+    take(&world, After::LeaveRunning).unwrap();
+    world.with(|state| state.opened.push(101));
+    let entry = world.with(|state| state.entry.clone().unwrap());
+    as_another_process(&world);
+    world.run(|parts| resume(parts, &entry, &World::limits())).unwrap();
+    assert_eq!(world.states(), [CudaState::Running]);
     // A restore that was killed before its toggle.
     let world = World::restored(1).toggling();
     let calls = (0..40).find(|stop| {
@@ -363,6 +371,55 @@ fn one_that_has_opened_a_device_since_is_repaired_by_who_recalls_it() {
     world.cut_off_after(calls.unwrap(), || _ = restore(&world, &image(1)));
     opens(&world);
     repaired(&world);
+}
+
+/// For one that is back no room is looked for that it has itself.
+#[test]
+fn one_that_has_come_back_since_needs_no_room() {
+    let repaired = |world: &World| {
+        world.with(|state| {
+            assert_eq!(state.cuda[&101], CudaState::Running);
+            state.gpu_bytes = Some(100);
+            state.frozen = false;
+        });
+        let entry = world.with(|state| state.entry.clone().unwrap());
+        as_another_process(world);
+        world.run(|parts| repair(parts, &entry, INIT, &World::limits())).unwrap();
+        assert_eq!(world.states(), [CudaState::Running]);
+        world.with(|state| assert!(state.entry.is_none()));
+    };
+    let cut_off = |world: &dyn Fn() -> World, act: &dyn Fn(&World)| {
+        let stops = |stop: &u32| {
+            let world = world();
+            world.cut_off_after(*stop, || act(&world));
+            world.with(|state| state.entry.is_some() && state.cuda[&101] == CudaState::Running)
+        };
+        let stop = (1..60).find(stops).unwrap();
+        let world = world();
+        world.cut_off_after(stop, || act(&world));
+        repaired(&world);
+    };
+    let suspended = || {
+        let world = world(1, false);
+        suspend(&world).unwrap();
+        world
+    };
+    cut_off(&suspended, &|world| {
+        let entry = world.with(|state| state.entry.clone().unwrap());
+        let _ = resume_suspended(world, &entry);
+    });
+    let restored = || World::restored(1).toggling();
+    cut_off(&restored, &|world| _ = restore(world, &image(1)));
+    let parked = || {
+        let world = world(1, true);
+        take(&world, After::LeaveRunning).unwrap();
+        world
+    };
+    cut_off(&parked, &|world| {
+        let entry = world.with(|state| state.entry.clone().unwrap());
+        as_another_process(world);
+        let _ = world.run(|parts| resume(parts, &entry, &World::limits()));
+    });
 }
 
 /// Its code runs as soon as CRIU has restored it.

@@ -133,13 +133,15 @@ fn look(
         .filter(|process| !matches!(has_cuda.get(&process.id.pid), Some(Ok(None)) | None))
         .collect();
     let pids: Vec<Pid> = cuda.iter().map(|process| process.id.pid).collect();
+    let mut uses = if pids.is_empty() { None } else { driver.usage(&pids) }.unwrap_or_default();
     // Of one that is under way it is not known.
     if let Some(entry) = entry.as_ref().filter(|entry| entry.stage == Stage::Suspended) {
-        driver.recall(&entry.left_checkpointed().map(|id| id.pid).collect::<Vec<_>>());
+        let off_gpu = |pid: &Pid| uses.get(pid).is_none_or(|uses| uses.gpus.is_empty());
+        let pids = entry.left_checkpointed().map(|id| id.pid).filter(off_gpu);
+        driver.recall(&pids.collect::<Vec<_>>());
     }
     let ask = !paused && !pids.is_empty();
     let mut states = if ask { driver.states(&pids, STATE) } else { Answers::new() };
-    let mut uses = if pids.is_empty() { None } else { driver.usage(&pids) }.unwrap_or_default();
     let seen = |process: Process| {
         let pid = process.id.pid;
         let state = match states.remove(&pid) {

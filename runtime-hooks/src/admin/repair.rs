@@ -45,9 +45,6 @@ pub(super) fn run(config: &Config, container: Option<&str>, roots: &Roots) -> Ex
             (any, all_good) = (true, false);
             super::failed(&format!("container {id}: {}", chain(&why)));
         }
-        for root in &roots {
-            job::directory::sweep(&config.state.directory, root);
-        }
     }
     for place in places {
         let journal = target::journal(config, &place);
@@ -63,6 +60,15 @@ pub(super) fn run(config: &Config, container: Option<&str>, roots: &Roots) -> Ex
             Err(error) => {
                 all_good = false;
                 super::failed(&format!("container {id}: {error:#}"));
+            }
+        }
+    }
+    if container.is_none() {
+        for root in &roots {
+            let swept = job::directory::sweep(&config.state.directory, root);
+            if swept > 0 {
+                any = true;
+                println!("removed {swept} job files of containers in {}", root.display());
             }
         }
     }

@@ -66,8 +66,15 @@ fn hook(host: &dyn Host) -> Option<String> {
     Some(program.display().to_string())
 }
 
+/// Whether one of these is NVIDIA's.
+pub(super) fn has_nvidias(host: &dyn Host, directories: &[PathBuf]) -> bool {
+    let is_its =
+        |file: &String| host.read(Path::new(file)).is_ok_and(|text| text.contains("nvidia.com/"));
+    specs(host, directories).iter().any(is_its)
+}
+
 /// The files of CDI specifications in these directories.
-pub(super) fn specs(host: &dyn Host, directories: &[PathBuf]) -> Vec<String> {
+fn specs(host: &dyn Host, directories: &[PathBuf]) -> Vec<String> {
     let mut all = Vec::new();
     for directory in directories {
         for name in host.list(directory).unwrap_or_default() {

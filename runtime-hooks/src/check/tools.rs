@@ -4,7 +4,7 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use super::files::specs;
+use super::files::has_nvidias;
 use super::version::Version;
 use super::{Check, Finding, Host, Level, Output};
 
@@ -71,12 +71,15 @@ pub(super) fn runtime(host: &dyn Host, configured: &Path, cdi: &[PathBuf]) -> Fi
             RUNTIME.error(format!("runc {version} at {path}: older than {OLDEST_RUNC}")).remedy(SET)
         }
         // It edits config.json for create and not for restore.
-        Some(Runtime::Runc { version, wrapped: true }) if specs(host, cdi).is_empty() => RUNTIME
+        Some(Runtime::Runc { version, wrapped: true }) if !has_nvidias(host, cdi) => RUNTIME
             .warning(format!(
                 "NVIDIA's wrapper of runc {version} at {path}: what it adds to a container is \
-                 taken from CDI at a restore, and this host has no specifications"
+                 taken from CDI at a restore, and cdi.directories have no specification of nvidia.com"
             ))
-            .remedy("nvidia-ctk cdi generate --output=/etc/cdi/nvidia.yaml"),
+            .remedy(
+                "nvidia-ctk cdi generate --output=/etc/cdi/nvidia.yaml, in one of cdi.directories of the \
+                 configuration",
+            ),
         Some(Runtime::Runc { version, wrapped: true }) => {
             RUNTIME.ok(format!("NVIDIA's wrapper of runc {version} at {path}"))
         }
@@ -412,10 +415,10 @@ Error (criu/crtools.c:260): Could not initialize kernel features detection.
         assert_eq!(
             runtime_of(&wrapped),
             "warning NVIDIA's wrapper of runc 1.1.15 at /usr/bin/runc: what it adds to a container \
-             is taken from CDI at a restore, and this host has no specifications"
+             is taken from CDI at a restore, and cdi.directories have no specification of nvidia.com"
         );
         let fake = Fake::empty().command("runc --version", 0, &wrapped, "");
-        fake.file("/etc/cdi/nvidia.yaml", "");
+        fake.file("/etc/cdi/nvidia.yaml", "kind: nvidia.com/gpu\n");
         assert_eq!(
             said(&runtime(&fake, Path::new("runc"), &["/etc/cdi".into()])),
             "ok NVIDIA's wrapper of runc 1.1.15 at /usr/bin/runc"

@@ -39,7 +39,10 @@ pub(super) fn named_by(
         Variable::IsNot => Ok(None),
         // What it began with is what it was given, or what others of the container have.
         Variable::Overwritten => {
-            let others = neighbours.iter().filter(|other| other.in_image);
+            // What only CRIU's image lacks says nothing of what is in it.
+            let own = neighbours.iter().find(|other| other.id == process);
+            let in_image = own.is_some_and(|own| own.in_image);
+            let others = neighbours.iter().filter(|other| other.in_image || !in_image);
             let others = others.filter_map(|other| match variable(other.id) {
                 Variable::Is(value) => Some(value),
                 Variable::IsNot | Variable::Overwritten => None,

@@ -310,6 +310,8 @@ pub type Answers<T> = BTreeMap<Pid, Result<T, DriverError>>;
 /// A GPU of this host.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Gpu {
+    /// Its number in NVML's list, by which nvidia-smi calls it.
+    pub index: u32,
     /// `GPU-…` as NVML and nvidia-smi print it.
     pub uuid: String,
     /// Product name.
@@ -448,7 +450,8 @@ pub trait Driver {
 
     /// An earlier operation has left these CHECKPOINTED, and they may have opened an NVIDIA device since,
     /// for something else. It matters only to a driver that cannot be asked ([`Steps::Toggle`]), by which
-    /// they would be taken for RUNNING. It need not be true: what they are asked next says otherwise.
+    /// they would be taken for RUNNING. Of one that has come back since it need not be true: what it is
+    /// asked next says otherwise.
     fn recall(&mut self, suspended: &[Pid]);
 
     /// From now on every call is made in this job, or in none.

@@ -34,6 +34,7 @@ impl Monitor {
         let gpu = |index| -> Result<Gpu, NvmlError> {
             let device = self.nvml.device_by_index(index)?;
             Ok(Gpu {
+                index,
                 uuid: device.uuid()?,
                 name: device.name()?,
                 memory_bytes: device.memory_info()?.total,
@@ -41,7 +42,11 @@ impl Monitor {
             })
         };
         // One that has fallen off the bus does not answer: the others are there nevertheless.
-        Ok((0..self.nvml.device_count()?).filter_map(|index| gpu(index).ok()).collect())
+        let answers = |index| {
+            let found = gpu(index);
+            found.inspect_err(|error| tracing::warn!(index, %error, "a GPU does not answer")).ok()
+        };
+        Ok((0..self.nvml.device_count()?).filter_map(answers).collect())
     }
 
     /// Free bytes by UUID.

@@ -216,6 +216,7 @@ mod tests {
 
     fn gpu(number: u32, name: &str, gib: u64) -> Gpu {
         Gpu {
+            index: number,
             uuid: format!("GPU-{number}"),
             name: name.into(),
             memory_bytes: gib << 30,

@@ -8,8 +8,8 @@
 //! ```
 //!
 //! It goes with the container (`delete`). After a create that fails the runtime has nothing to
-//! delete, and it is executed in our place: so the next container with a job sweeps away what
-//! belongs to no container and to no process that is about to make one.
+//! delete, and it is executed in our place: so the next container with a job, or `stasis repair`,
+//! sweeps away what belongs to no container and to no process that is about to make one.
 
 use std::fs::{self, DirBuilder, File, OpenOptions};
 use std::io::{self, Read as _, Write as _};
@@ -105,8 +105,8 @@ impl JobDirectory {
     /// runtime's directory of it.
     #[must_use]
     pub fn is_left_behind(&self, container: &Path) -> bool {
-        // In this order: an owner that is not there any more has become the runtime, which has made the
-        // container if it ever does.
+        // In this order: the owner becomes the runtime, and once that has ended it has made the container
+        // or never will.
         !self.owner_is_alive() && !container.exists()
     }
 
@@ -176,21 +176,30 @@ pub(super) fn saved(image: &Path, job: &manifest::Job) -> Result<Vec<u8>, JobErr
     Ok(content)
 }
 
-/// Removes what failed creates of this runtime root have left behind.
-pub fn sweep(state: &Path, runtime_root: &Path) {
+/// Removes what failed creates of this runtime root have left behind; gives of how many. What has a
+/// journal is for a repair, which asks whether any of the container's processes runs.
+pub fn sweep(state: &Path, runtime_root: &Path) -> usize {
+    let mut swept = 0;
+    if !runtime_root.is_dir() {
+        return swept;
+    }
     for id in JournalFile::jobs(state, runtime_root) {
         let journal = JournalFile::new(state, runtime_root, &id);
         let directory = JobDirectory::of(&journal);
         // Busy: somebody is about to make it.
         let Ok(_lock) = journal.lock(Duration::ZERO) else { continue };
-        if !directory.is_left_behind(&runtime_root.join(&id)) {
+        if journal.exists() || !directory.is_left_behind(&runtime_root.join(&id)) {
             continue;
         }
         match directory.remove() {
-            Ok(()) => journal.forget(),
+            Ok(()) => {
+                journal.forget();
+                swept += 1;
+            }
             Err(error) => tracing::warn!(container = id, %error, "a job directory stays behind"),
         }
     }
+    swept
 }
 
 impl JournalFile {

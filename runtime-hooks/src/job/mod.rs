@@ -23,7 +23,7 @@ use stasis_config::manifest::JobFile;
 
 pub use crate::cuda::job::DESTINATION;
 use crate::cuda::job::{FIRST_BRANCH, Identity, Job, Named, Neighbour, Unusable};
-use crate::cuda::{Driver, DriverError, DriverFacts};
+use crate::cuda::{Driver, DriverError, DriverFacts, Steps};
 use crate::error::Who;
 use crate::journal::Entry;
 use crate::parts::CudaProcess;
@@ -125,12 +125,15 @@ pub enum JobError {
     Helper(DriverError),
 }
 
-/// Whether this driver may have jobs: one whose version is not known may, and to one without jobs the
-/// variable is like any other. Then a member is operated in its job, whatever the job keeps; outside of
-/// it, it is lost.
+/// Whether this driver may have jobs. Then a member is operated in its job, whatever the job keeps; outside
+/// of it, it is lost. So one whose version is not known may have them, if its steps are not those of 550;
+/// a driver without jobs does not look at the variable.
 #[must_use]
 pub fn may_have(facts: &DriverFacts) -> bool {
-    facts.branch().is_none_or(|branch| branch >= FIRST_BRANCH)
+    match facts.branch() {
+        Some(branch) => branch >= FIRST_BRANCH,
+        None => facts.steps == Steps::Separate,
+    }
 }
 
 /// Whether jobs of this driver are relied on: it has the branch that the administrator trusts.

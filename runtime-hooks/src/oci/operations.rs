@@ -250,11 +250,12 @@ pub(super) fn delete(context: &Context<'_>) -> anyhow::Result<ExitCode> {
         .status()
         .with_context(|| format!("stasis: cannot execute {}", context.program.display()))?;
     if !context.root().join(context.id).exists() {
-        // Busy: another of this id is just being made.
+        // Busy: another of this id is just being made, or an operation on this one sees its end. What that
+        // leaves is swept away later.
         if let Ok(_lock) = journal.lock(Duration::ZERO) {
             forget_job(context, &JobDirectory::of(&journal));
+            journal.forget();
         }
-        journal.forget();
     }
     Ok(ExitCode::from(u8::try_from(status.code().unwrap_or(1)).unwrap_or(1)))
 }

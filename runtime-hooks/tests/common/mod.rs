@@ -129,6 +129,8 @@ pub struct State {
     pub host_memory_taken_at: Option<&'static str>,
     /// What each uses of a GPU from now on; else 100 bytes.
     pub bytes: BTreeMap<Pid, u64>,
+    /// What GPU-0 has, if that matters.
+    pub gpu_bytes: Option<u64>,
     /// Which GPUs' locks were asked for.
     pub gpus_locked: Vec<Vec<String>>,
     /// Somebody else pauses the container when the named call is made.
@@ -222,6 +224,7 @@ impl World {
             host_memory: u64::MAX,
             host_memory_taken_at: None,
             bytes: BTreeMap::new(),
+            gpu_bytes: None,
             gpus_locked: Vec::new(),
             paused_at: None,
             paused_by_other: false,
@@ -830,7 +833,16 @@ impl Driver for World {
     fn free_memory(&mut self) -> Option<BTreeMap<String, u64>> {
         self.paused("free");
         let taken = self.with(|state| !state.lost.is_empty());
-        let free = if self.note("free").is_some() || taken { 0 } else { 1000 };
+        let none = self.note("free").is_some() || taken;
+        let on_gpu: u64 = self.with(|state| {
+            let there = state.cuda.iter().filter(|(_, now)| **now != CudaState::Checkpointed);
+            there.map(|(pid, _)| state.bytes.get(pid).copied().unwrap_or(100)).sum()
+        });
+        let free = match self.with(|state| state.gpu_bytes) {
+            _ if none => 0,
+            Some(all) => all.saturating_sub(on_gpu),
+            None => 1000,
+        };
         Some([("GPU-0".to_owned(), free), ("GPU-1".to_owned(), 1000)].into())
     }
 }
