@@ -67,6 +67,19 @@ fn below(cgroup: &Path) -> Vec<PathBuf> {
     [cgroup.to_owned()].into_iter().chain(inner).collect()
 }
 
+/// Takes away what somebody else's programs have left mounted in a test's directory.
+pub fn unmount(directory: &Path) -> Result<()> {
+    let text = directory.to_string_lossy();
+    let working = || processes::with_part_of_argument(&text);
+    let _ = wait::until("the end of what mounts", LIMIT, || Ok(working().is_empty().then_some(())));
+    for line in mounts(&text)?.iter().rev() {
+        if let Some(point) = line.split(' ').nth(4) {
+            let _ = nix::mount::umount2(point, nix::mount::MntFlags::MNT_DETACH);
+        }
+    }
+    Ok(())
+}
+
 /// Checks that nothing works on in a test's directory: processes that its runtime started,
 /// mounts, journals, job files.
 pub fn directory(directory: &Path, state: &Path) -> Result<()> {

@@ -17,7 +17,7 @@ use stasis_integration::shim::Shim;
 use stasis_integration::suite::Suite;
 use stasis_integration::wait;
 
-use super::lives::{FrontEnd, Method, whole_life};
+use super::lives::{FrontEnd, Method, refused, whole_life};
 use super::{FILE, KEEPS, execs};
 use crate::Test;
 
@@ -28,35 +28,43 @@ pub(super) fn tests() -> Vec<(Place, Vec<Test>)> {
     for (shim, word) in [(Shim::Stasis, "shim"), (Shim::Go, "stasis_runc")] {
         let mut tests =
             both(&format!("ctr_{word}"), |case, method| whole_life(&Ctr::new(case), method));
+        tests.push(Test::new(format!("ctr_{word}_refused"), |case: &Case<'_>| {
+            refused(&Ctr::new(case))
+        }));
         tests.push(Test::new(format!("ctr_{word}_exec"), execs::through_ctr));
         tests.push(Test::new(format!("ctr_{word}_failed_create"), execs::failed_create));
         tests.push(Test::new(format!("ctr_{word}_failed_restore"), execs::failed_restore));
         tests.push(Test::new(format!("ctr_{word}_without_cuda"), execs::without_cuda));
         all.push((Place::apart(shim), tests));
     }
-    all.push((
-        Place::apart(Shim::Stasis),
-        both("nerdctl_shim", |case, method| whole_life(&OfNerdctl::new(case), method)),
-    ));
+    let mut tests = both("nerdctl_shim", |case, method| whole_life(&OfNerdctl::new(case), method));
+    tests.push(Test::new("nerdctl_shim_refused", |case: &Case<'_>| refused(&OfNerdctl::new(case))));
+    all.push((Place::apart(Shim::Stasis), tests));
     for (shim, runtime, word) in
         [(Shim::Go, STASIS_RUNC, "stasis_runc"), (Shim::Stasis, BY_NAME, "shim")]
     {
         let mut tests = both(&format!("docker_{word}"), move |case, method| {
             Docker::test(case, |docker| whole_life(&OfDocker::new(docker, runtime), method))
         });
+        tests.push(Test::new(format!("docker_{word}_refused"), move |case: &Case<'_>| {
+            Docker::test(case, |docker| refused(&OfDocker::new(docker, runtime)))
+        }));
         tests.push(Test::new(format!("docker_{word}_exec"), move |case: &Case<'_>| {
             Docker::test(case, |docker| execs::through_docker(docker, runtime))
         }));
         all.push((Place::apart(shim), tests));
     }
-    all.push((
-        Place::SHARED,
-        both("podman_stasis_runc", |case, method| {
-            let podman = Podman::with_image(case, "store")?;
-            whole_life(&OfPodman::new(case, &podman), method)?;
-            podman.finish()
-        }),
-    ));
+    let mut tests = both("podman_stasis_runc", |case, method| {
+        let podman = Podman::with_image(case, "store")?;
+        whole_life(&OfPodman::new(case, &podman), method)?;
+        podman.finish()
+    });
+    tests.push(Test::new("podman_stasis_runc_refused", |case: &Case<'_>| {
+        let podman = Podman::with_image(case, "store")?;
+        refused(&OfPodman::new(case, &podman))?;
+        podman.finish()
+    }));
+    all.push((Place::SHARED, tests));
     all
 }
 
@@ -157,7 +165,9 @@ impl FrontEnd for Ctr<'_> {
 
     fn end(&self, id: &str) -> Result<()> {
         let restored = self.restored.borrow();
-        let (_, shim) = restored.iter().find(|(found, _)| found == id).context("not restored")?;
+        let Some((_, shim)) = restored.iter().find(|(found, _)| found == id) else {
+            return self.case.remove(id);
+        };
         shim.client.kill(id, "", 9, false)?;
         shim.client.wait(id, "")?;
         shim.client.delete(id, "")?;

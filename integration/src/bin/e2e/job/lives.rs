@@ -1,9 +1,10 @@
 //! The life of a container in a job, whoever manages it.
 
-use anyhow::Result;
+use anyhow::{Result, bail};
 use nix::unistd::Pid;
 use stasis_integration::ipc::Group;
 
+use super::own::says;
 use super::{IPC, LAUNCH};
 
 /// How a container gets into a job.
@@ -92,6 +93,19 @@ pub(super) fn whole_life(front: &dyn FrontEnd, method: Method) -> Result<()> {
     // What was made of it while it ran is as good.
     let mut group = at_last;
     let id = front.restore("running-4", Some(&id))?;
+    front.expect(&id, &mut group)?;
+    front.end(&id)
+}
+
+/// The driver would lose what they share, and says nothing: no checkpoint is made, and all go on.
+pub(super) fn refused(front: &dyn FrontEnd) -> Result<()> {
+    let mut group = Group::new(4);
+    let id = front.start(false, &IPC)?;
+    front.expect(&id, &mut group)?;
+    let Err(error) = front.checkpoint(&id, "image") else { bail!("it was not refused") };
+    let both =
+        ["4 processes use CUDA", "dev.stasis.job=file", "610", "dev.stasis.multi-process=allow"];
+    says(&format!("{error:#}"), &both)?;
     front.expect(&id, &mut group)?;
     front.end(&id)
 }
