@@ -4,7 +4,7 @@ use std::cell::{Cell, RefCell};
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use std::sync::{Arc, PoisonError, RwLock};
+use std::sync::{Arc, Mutex, PoisonError, RwLock};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
@@ -46,7 +46,12 @@ pub struct Lab {
     /// Held alone by tests that measure times.
     quiet: RwLock<()>,
     watch: Watch,
+    /// The tests that failed, were repeated although nothing told why, and passed.
+    repeated: Mutex<Vec<String>>,
 }
+
+/// So many failures of a whole run may be chance: the programs of others have races of their own.
+const CHANCES: usize = 1;
 
 /// What a test runs on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -94,7 +99,7 @@ impl Lab {
             Site::start(&directory.join("shared"), Kind::Go, &binaries, &namespace, &archive)?;
         let pool = Pool::new(&directory.join("apart"), &binaries, &namespace, &archive);
         let (shared, quiet, watch) = (Arc::new(shared), RwLock::default(), Watch::start());
-        Ok(Self { directory, binaries, shared, pool, quiet, watch })
+        Ok(Self { directory, binaries, shared, pool, quiet, watch, repeated: Mutex::default() })
     }
 
     /// A containerd that nobody else uses.
@@ -117,7 +122,8 @@ impl Lab {
     /// Runs one test with its own GPU, runtime and directory, and cleans up after it.
     ///
     /// What goes wrong in cleaning fails a test that went well otherwise. The logs of a failed
-    /// one are kept. It is repeated, once, if the machine stood still meanwhile.
+    /// one are kept. It is repeated, once, if the machine stood still meanwhile, and the first of a run
+    /// also if nothing tells why it failed: see [`Lab::repeated`].
     pub fn run(
         &self,
         name: &str,
@@ -126,9 +132,30 @@ impl Lab {
     ) -> Result<()> {
         let begin = Instant::now();
         let Err(error) = self.attempt(name, place, &mut test) else { return Ok(()) };
-        let Some(starved) = self.watch.since(begin) else { return Err(error) };
-        eprintln!("{name} is repeated, since {starved}; it had failed: {error:#}");
+        let starved = self.watch.since(begin);
+        let is_known = starved.is_some();
+        if !is_known && !self.take_chance(name) {
+            return Err(error);
+        }
+        let why = starved.unwrap_or_else(|| "it may be chance".to_owned());
+        eprintln!("{name} is repeated, since {why}; it had failed: {error:#}");
         self.attempt(&format!("{name}_again"), place, &mut test)
+    }
+
+    fn take_chance(&self, name: &str) -> bool {
+        let mut repeated = self.repeated.lock().unwrap_or_else(PoisonError::into_inner);
+        let may = repeated.len() < CHANCES;
+        if may {
+            repeated.push(name.to_owned());
+        }
+        may
+    }
+
+    /// The tests that were repeated although nothing told why they had failed. If they passed then, somebody
+    /// has a race, and their logs are kept.
+    #[must_use]
+    pub fn repeated(&self) -> Vec<String> {
+        self.repeated.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
     fn attempt(

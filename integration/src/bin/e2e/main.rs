@@ -200,6 +200,7 @@ fn main() -> Result<ExitCode> {
         })
         .collect();
     let conclusion = libtest_mimic::run(&arguments, trials);
+    let repeated = lab.as_ref().map(|lab| lab.repeated()).unwrap_or_default();
     // Ends containerd before the last line.
     drop(lab);
     if !arguments.list {
@@ -208,9 +209,13 @@ fn main() -> Result<ExitCode> {
             0 => String::new(),
             skipped => format!(", {skipped} skipped"),
         };
+        let repeated = match repeated.as_slice() {
+            [] => String::new(),
+            names => format!(", repeated without a known reason: {}", names.join(", ")),
+        };
         let name = suite.map_or("lab", Suite::word);
         println!(
-            "{name}: {} passed, {} failed{skipped}",
+            "{name}: {} passed, {} failed{skipped}{repeated}",
             conclusion.num_passed, conclusion.num_failed
         );
     }
