@@ -142,16 +142,6 @@ impl Lab {
         self.attempt(&format!("{name}_again"), place, &mut test)
     }
 
-    /// The same for one that may fail: it is not repeated.
-    pub fn run_once(
-        &self,
-        name: &str,
-        place: Place,
-        mut test: impl FnMut(&Case) -> Result<()>,
-    ) -> Result<()> {
-        self.attempt(name, place, &mut test)
-    }
-
     fn take_chance(&self, name: &str) -> bool {
         let mut repeated = self.repeated.lock().unwrap_or_else(PoisonError::into_inner);
         let may = repeated.len() < CHANCES;
@@ -168,7 +158,8 @@ impl Lab {
         self.repeated.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    fn attempt(
+    /// The same, and it is not repeated whatever happens.
+    pub fn attempt(
         &self,
         name: &str,
         place: Place,

@@ -12,10 +12,10 @@
 //! Nothing here cleans up: whoever calls brings everything back with [`crate::bring_back`], from
 //! the journal's entry and from what the driver then says.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, Instant};
 
-use crate::cuda::{Answers, CudaError, CudaState, Driver, Steps};
+use crate::cuda::{Answers, CudaError, CudaState, Driver, GpuUse, Steps};
 use crate::discover::{Gate, find_uses, newcomers, refuse_strays};
 use crate::error::{Cause, Phase, Who};
 use crate::gpu_locks::{GpuLocks, Locked};
@@ -124,17 +124,25 @@ pub fn suspend(
     }
 }
 
-/// Tells the driver which processes the operation of this entry has left CHECKPOINTED. Not those that
-/// have come back since: for them room would be looked for that they have.
+/// Tells the driver which processes the operation of this entry has left CHECKPOINTED.
 pub(crate) fn recall(parts: &mut Parts<'_>, entry: &Entry) {
     if !parts.driver.steps().is_ok_and(|steps| steps == Steps::Toggle) {
         return;
     }
     let there = entry.left_checkpointed().filter(|id| parts.processes.alive(*id));
-    let mut pids: Vec<Pid> = there.map(|id| id.pid).collect();
+    let pids: Vec<Pid> = there.map(|id| id.pid).collect();
     let uses = parts.driver.usage(&pids).unwrap_or_default();
-    pids.retain(|pid| uses.get(pid).is_none_or(|uses| uses.gpus.is_empty()));
-    parts.driver.recall(&pids);
+    parts.driver.recall(&off_gpu(pids, &uses));
+}
+
+/// Those that NVML does not know to use a GPU. One that does has come back since it was CHECKPOINTED, and
+/// for it room would be looked for that it has.
+pub(crate) fn off_gpu(
+    pids: impl IntoIterator<Item = Pid>,
+    uses: &BTreeMap<Pid, GpuUse>,
+) -> Vec<Pid> {
+    let is_off = |pid: &Pid| uses.get(pid).is_none_or(|uses| uses.gpus.is_empty());
+    pids.into_iter().filter(is_off).collect()
 }
 
 /// Freezes the container. It is noted before, so that a repair can tell it from somebody else's pause.

@@ -19,6 +19,7 @@ use crate::error::chain;
 use crate::freezer::Freezer as _;
 use crate::journal::{Entry, JournalFile, Stage};
 use crate::processes::{CgroupProcesses, Pid, Process, Processes as _};
+use crate::suspend::off_gpu;
 
 /// How long a process may take to tell its state. One that is in the middle of an operation does not.
 const STATE: Duration = Duration::from_secs(2);
@@ -136,9 +137,7 @@ fn look(
     let mut uses = if pids.is_empty() { None } else { driver.usage(&pids) }.unwrap_or_default();
     // Of one that is under way it is not known.
     if let Some(entry) = entry.as_ref().filter(|entry| entry.stage == Stage::Suspended) {
-        let off_gpu = |pid: &Pid| uses.get(pid).is_none_or(|uses| uses.gpus.is_empty());
-        let pids = entry.left_checkpointed().map(|id| id.pid).filter(off_gpu);
-        driver.recall(&pids.collect::<Vec<_>>());
+        driver.recall(&off_gpu(entry.left_checkpointed().map(|id| id.pid), &uses));
     }
     let ask = !paused && !pids.is_empty();
     let mut states = if ask { driver.states(&pids, STATE) } else { Answers::new() };

@@ -1,6 +1,7 @@
 //! Commands in an order that nobody has in mind, until somebody types it.
 
 use std::path::Path;
+use std::process::Command;
 use std::time::Duration;
 
 use anyhow::{Result, ensure};
@@ -28,13 +29,18 @@ fn to(image: &Path) -> Checkpoint {
     Checkpoint { image: Some(image.to_owned()), ..Checkpoint::default() }
 }
 
+fn restore_of(case: &Case, image: &Path) -> Command {
+    let mut command = case.runtime.command();
+    command.arg("--root").arg(case.root()).arg("restore").arg("--image-path").arg(image);
+    command
+}
+
 /// The runtime's own refusal, and the container that is there goes on.
 fn restore_over(case: &Case) -> Result<()> {
     let id = start(case)?;
     let image = case.path("image");
     case.checkpoint(&id, &to(&image))?;
-    let mut command = case.runtime.command();
-    command.arg("--root").arg(case.root()).arg("restore").arg("--image-path").arg(&image);
+    let mut command = restore_of(case, &image);
     command.arg("--work-path").arg(case.path("work")).args(["--detach", &id]);
     command::fail(&mut command, LIMIT)?;
     goes_on(case, &id)
@@ -45,8 +51,7 @@ fn in_the_foreground(case: &Case) -> Result<()> {
     let id = start(case)?;
     let image = case.path("image");
     case.checkpoint(&id, &to(&image))?;
-    let mut command = case.runtime.command();
-    command.arg("--root").arg(case.root()).arg("restore").arg("--image-path").arg(&image);
+    let mut command = restore_of(case, &image);
     command.arg("--bundle").arg(case.path("none")).arg(format!("{id}-2"));
     let error = command::fail(&mut command, LIMIT)?;
     ensure!(error.contains("add --detach"), "{error}");

@@ -97,7 +97,7 @@ impl Check {
         for shim in Shim::ALL {
             let mut seen = Seen::default();
             let of = format!("{name}-{}", shim.word());
-            let body = |case: &Case| {
+            let mut body = |case: &Case| {
                 if shim == Shim::Go {
                     // Containerd's own shim with the real runc is what is compared with.
                     case.set(&Settings { engine: Engine::Stock, ..Settings::default() })?;
@@ -107,8 +107,11 @@ impl Check {
             };
             let place = self.place(shim);
             let may_fail = self.ours_only && shim == Shim::Go;
-            let result =
-                if may_fail { lab.run_once(&of, place, body) } else { lab.run(&of, place, body) };
+            let result = if may_fail {
+                lab.attempt(&of, place, &mut body)
+            } else {
+                lab.run(&of, place, body)
+            };
             let cell = match result {
                 Err(error) => {
                     if !may_fail {
