@@ -31,5 +31,6 @@ pub mod site;
 pub mod starvation;
 pub mod suite;
 pub mod task;
+pub mod terminal;
 pub mod udp;
 pub mod wait;

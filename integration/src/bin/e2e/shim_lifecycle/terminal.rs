@@ -1,12 +1,11 @@
 //! Containers with a terminal, and standard input.
 
 use std::fs::{self, File};
-use std::io::Write;
-use std::path::PathBuf;
-use std::process::{Child, ChildStdin, Command, Stdio};
+use std::process::Command;
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Result, ensure};
 use stasis_integration::case::Case;
+use stasis_integration::terminal::Terminal;
 use stasis_integration::{command, wait};
 
 use super::{Check, LIMIT, Seen, code, idle, script};
@@ -25,63 +24,12 @@ const PROGRAM: &str = "until [ \"$(stty size 2>&-)\" = '33 77' ]; do sleep 0.02;
     read line; echo \"got $line\"; \
     until [ \"$(stty size 2>&-)\" = '44 99' ]; do sleep 0.02; done; echo resized; read line; exit 5";
 
-/// A `ctr` command in a terminal of its own, of 33 lines and 77 columns.
-struct Talk {
-    child: Child,
-    input: ChildStdin,
-    output: PathBuf,
+/// A `ctr` command in a terminal of 33 lines and 77 columns.
+fn start(case: &Case, arguments: &[String]) -> Result<Terminal> {
+    Terminal::start(&case.ctr().command(arguments), 77, &case.path(""))
 }
 
-impl Talk {
-    fn start(case: &Case, arguments: &[String]) -> Result<Self> {
-        let words: Vec<String> = case
-            .ctr()
-            .command(arguments)
-            .get_args()
-            .map(|word| format!("'{}'", word.to_string_lossy().replace('\'', "'\\''")))
-            .collect();
-        let commands = case.path("in-a-terminal");
-        fs::write(&commands, format!("stty rows 33 cols 77\nexec ctr {}\n", words.join(" ")))?;
-        let output = case.path("typescript");
-        let mut child = Command::new("script")
-            .args(["--quiet", "--return", "--flush", "--command"])
-            .arg(format!("sh {}", commands.display()))
-            .arg("/dev/null")
-            .stdin(Stdio::piped())
-            .stdout(File::create(&output)?)
-            .stderr(Stdio::null())
-            .spawn()?;
-        let input = child.stdin.take().context("no pipe")?;
-        Ok(Self { child, input, output })
-    }
-
-    fn expect(&self, word: &str) -> Result<()> {
-        wait::until(word, LIMIT, || {
-            Ok(fs::read_to_string(&self.output)?.contains(word).then_some(()))
-        })
-        .with_context(|| fs::read_to_string(&self.output).unwrap_or_default())
-    }
-
-    fn say(&mut self, line: &str) -> Result<()> {
-        Ok(self.input.write_all(line.as_bytes())?)
-    }
-
-    fn end(mut self, seen: &mut Seen) -> Result<()> {
-        let status = wait::until("the end of ctr", LIMIT, || Ok(self.child.try_wait()?))?;
-        seen.note("exit code", status.to_string());
-        seen.note("output", fs::read_to_string(&self.output)?);
-        Ok(())
-    }
-}
-
-impl Drop for Talk {
-    fn drop(&mut self) {
-        let _ = self.child.kill();
-        let _ = self.child.wait();
-    }
-}
-
-fn converse(case: &Case, seen: &mut Seen, mut talk: Talk, id: &str, exec: &str) -> Result<()> {
+fn converse(case: &Case, seen: &mut Seen, mut talk: Terminal, id: &str, exec: &str) -> Result<()> {
     talk.expect("ready")?;
     talk.say("hello\n")?;
     talk.expect("got hello")?;
@@ -90,19 +38,22 @@ fn converse(case: &Case, seen: &mut Seen, mut talk: Talk, id: &str, exec: &str) 
     shim.resize(id, exec, 99, 44)?;
     talk.expect("resized")?;
     talk.say("\n")?;
-    talk.end(seen)
+    let (status, text) = talk.end()?;
+    seen.note("exit code", status.to_string());
+    seen.note("output", text);
+    Ok(())
 }
 
 fn of_a_container(case: &Case, seen: &mut Seen) -> Result<()> {
     let id = case.new_id();
-    let talk = Talk::start(case, &case.run_arguments(&id, &["--tty", "--rm"], &script(PROGRAM)))?;
+    let talk = start(case, &case.run_arguments(&id, &["--tty", "--rm"], &script(PROGRAM)))?;
     converse(case, seen, talk, &id, "")
 }
 
 fn of_an_exec(case: &Case, seen: &mut Seen) -> Result<()> {
     let id = case.start(&idle())?;
     let words = ["tasks", "exec", "--tty", "--exec-id", "e", &id, "/bin/sh", "-c", PROGRAM];
-    let talk = Talk::start(case, &words.map(str::to_owned))?;
+    let talk = start(case, &words.map(str::to_owned))?;
     converse(case, seen, talk, &id, "e")
 }
 

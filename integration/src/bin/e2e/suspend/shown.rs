@@ -1,9 +1,7 @@
 //! What a person sees: progress, help, and what is wrong where nothing can be done.
 
-use std::fs::{self, File};
-use std::io::Write as _;
+use std::fs;
 use std::path::PathBuf;
-use std::process::{Child, ChildStdin, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, ensure};
@@ -11,6 +9,7 @@ use nix::sys::signal::Signal;
 use stasis_integration::case::{Case, Container};
 use stasis_integration::ctr::Status;
 use stasis_integration::runtime::Settings;
+use stasis_integration::terminal::Terminal;
 use stasis_integration::wait;
 
 use super::{LIMIT, Stasis, says};
@@ -144,58 +143,8 @@ fn lines(case: &Case<'_>) -> Result<()> {
     case.expect(&id, 102)
 }
 
-/// `stasis` in a terminal of its own.
-struct Terminal {
-    child: Child,
-    input: ChildStdin,
-    output: PathBuf,
-}
-
-impl Terminal {
-    fn start(case: &Case<'_>, arguments: &[&str]) -> Result<Self> {
-        let call = Stasis::new(case).command(arguments);
-        let words: Vec<_> = std::iter::once(call.get_program())
-            .chain(call.get_args())
-            .map(|word| format!("'{}'", word.to_string_lossy()))
-            .collect();
-        let commands = case.path("in-a-terminal");
-        let script = format!("stty rows 33 cols 200\nexec {}\n", words.join(" "));
-        fs::write(&commands, script)?;
-        let output = case.path("typescript");
-        let mut script = Command::new("script");
-        script.args(["--quiet", "--return", "--flush", "--command"]);
-        script.arg(format!("sh {}", commands.display())).arg("/dev/null");
-        for (key, value) in call.get_envs() {
-            script.env(key, value.unwrap_or_default());
-        }
-        script.env("TERM", "xterm").stdin(Stdio::piped()).stdout(File::create(&output)?);
-        let mut child = script.stderr(Stdio::null()).spawn()?;
-        let input = child.stdin.take().context("no pipe")?;
-        Ok(Self { child, input, output })
-    }
-
-    fn text(&self) -> Result<String> {
-        Ok(String::from_utf8_lossy(&fs::read(&self.output)?).into_owned())
-    }
-
-    /// Waits until it has shown this.
-    fn expect(&self, word: &str) -> Result<()> {
-        let found = wait::until(word, LIMIT, || Ok(self.text()?.contains(word).then_some(())));
-        found.with_context(|| self.text().unwrap_or_default())
-    }
-
-    /// Its exit code, and all that it has shown.
-    fn end(mut self) -> Result<(Option<i32>, String)> {
-        let status = wait::until("the end of stasis", LIMIT, || Ok(self.child.try_wait()?))?;
-        Ok((status.code(), self.text()?))
-    }
-}
-
-impl Drop for Terminal {
-    fn drop(&mut self) {
-        let _ = self.child.kill();
-        let _ = self.child.wait();
-    }
+fn in_a_terminal(case: &Case<'_>, arguments: &[&str]) -> Result<Terminal> {
+    Terminal::start(&Stasis::new(case).command(arguments), 200, &case.path(""))
 }
 
 /// The bar tells how much there is, and moves with what is done.
@@ -203,8 +152,8 @@ fn bar(case: &Case<'_>) -> Result<()> {
     case.gpu.configure(&[&format!("copy-bytes-per-second={}", 32 << 20)])?;
     let id = case.start_counter(&["--pattern-mib", "64"])?;
     for (verb, phase) in [("suspend", "cuda-checkpoint"), ("resume", "cuda-restore")] {
-        let (code, text) = Terminal::start(case, &[verb, &id])?.end()?;
-        ensure!(code == Some(0), "{code:?}: {text:?}");
+        let (status, text) = in_a_terminal(case, &[verb, &id])?.end()?;
+        ensure!(status.success(), "{status}: {text:?}");
         says(&text, &[&format!("{verb} of container {id}: {phase}")])?;
         let shown: Vec<_> = text.split(['\r', '\n']).filter_map(moved).collect();
         ensure!(shown.is_sorted(), "the bar went back: {shown:?}");
@@ -265,12 +214,12 @@ fn interrupted(case: &Case<'_>) -> Result<()> {
 /// The terminal sends the signal to all that work for it.
 fn interrupted_on_a_terminal(case: &Case<'_>) -> Result<()> {
     let id = busy(case)?;
-    let mut terminal = Terminal::start(case, &["suspend", &id, "--timeout", "60s"])?;
+    let mut terminal = in_a_terminal(case, &["suspend", &id, "--timeout", "60s"])?;
     terminal.expect(": lock")?;
     std::thread::sleep(Duration::from_millis(300));
-    terminal.input.write_all(b"\x03")?;
-    let (code, text) = terminal.end()?;
-    ensure!(code == Some(1), "{code:?}: {text:?}");
+    terminal.say("\x03")?;
+    let (status, text) = terminal.end()?;
+    ensure!(status.code() == Some(1), "{status}: {text:?}");
     says(&text, &["interrupted", "the container runs on as before"])?;
     runs_on(case, &id)
 }
