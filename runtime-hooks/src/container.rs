@@ -1,5 +1,6 @@
 //! Which container: its init process, bundle and cgroup, as the OCI runtime recorded them.
 
+use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
 
@@ -36,6 +37,17 @@ pub enum CgroupVersion {
     V1,
     /// `cgroup.freeze`.
     V2,
+}
+
+impl CgroupVersion {
+    /// The file by which a cgroup is frozen.
+    #[must_use]
+    pub fn freezer(self) -> &'static str {
+        match self {
+            Self::V1 => "freezer.state",
+            Self::V2 => "cgroup.freeze",
+        }
+    }
 }
 
 /// Why nothing is known of a container.
@@ -84,6 +96,9 @@ struct RuncState {
     init_process_pid: Pid,
     init_process_start: u64,
     config: RuncConfig,
+    /// By controller; the one of version 2 has no name.
+    #[serde(default)]
+    cgroup_paths: BTreeMap<String, PathBuf>,
 }
 
 #[derive(Deserialize)]
@@ -100,6 +115,17 @@ struct CrunStatus {
     #[serde(default, rename = "process-start-time")]
     start_time: u64,
     bundle: PathBuf,
+    /// Below the root of each hierarchy.
+    #[serde(default, rename = "cgroup-path")]
+    cgroup_path: PathBuf,
+}
+
+/// What a runtime has noted of a container.
+struct State {
+    init: ProcessId,
+    bundle: PathBuf,
+    /// Its cgroups, or how the names of their directories end.
+    cgroups: Vec<PathBuf>,
 }
 
 impl Container {
@@ -107,7 +133,7 @@ impl Container {
     /// `runc state`, which would cost a process for every container without CUDA.
     pub fn load(root: &Path, id: &str) -> Result<Self, ContainerError> {
         let directory = root.join(id);
-        let (init, bundle) = match Self::runc(&directory)? {
+        let State { init, bundle, cgroups } = match Self::runc(&directory)? {
             Some(found) => found,
             None => Self::crun(&directory)?.ok_or_else(|| ContainerError::NotFound {
                 id: id.to_owned(),
@@ -117,7 +143,7 @@ impl Container {
         if start_time(init.pid) != Some(init.start_time) {
             return Err(ContainerError::NotRunning(id.to_owned()));
         }
-        let cgroup = Cgroup::of(init.pid)?;
+        let cgroup = Cgroup::of(init.pid)?.of_container(&cgroups);
         Ok(Self { id: id.to_owned(), init, bundle, cgroup })
     }
 
@@ -126,11 +152,10 @@ impl Container {
     pub fn bundle(root: &Path, id: &str) -> Option<PathBuf> {
         let directory = root.join(id);
         let state = Self::runc(&directory).ok().flatten();
-        let (_, bundle) = state.or_else(|| Self::crun(&directory).ok().flatten())?;
-        Some(bundle)
+        state.or_else(|| Self::crun(&directory).ok().flatten()).map(|state| state.bundle)
     }
 
-    fn runc(directory: &Path) -> Result<Option<(ProcessId, PathBuf)>, ContainerError> {
+    fn runc(directory: &Path) -> Result<Option<State>, ContainerError> {
         let Some((path, text)) = read(directory.join("state.json"))? else {
             return Ok(None);
         };
@@ -138,10 +163,12 @@ impl Container {
             .map_err(|source| ContainerError::Format { path, source })?;
         let bundle = state.config.labels.iter().find_map(|label| label.strip_prefix("bundle="));
         let init = ProcessId { pid: state.init_process_pid, start_time: state.init_process_start };
-        Ok(Some((init, PathBuf::from(bundle.unwrap_or_default()))))
+        let bundle = PathBuf::from(bundle.unwrap_or_default());
+        let cgroups = state.cgroup_paths.into_values().collect();
+        Ok(Some(State { init, bundle, cgroups }))
     }
 
-    fn crun(directory: &Path) -> Result<Option<(ProcessId, PathBuf)>, ContainerError> {
+    fn crun(directory: &Path) -> Result<Option<State>, ContainerError> {
         let Some((path, text)) = read(directory.join("status"))? else {
             return Ok(None);
         };
@@ -151,7 +178,8 @@ impl Container {
             0 => start_time(status.pid).unwrap_or_default(),
             noted => noted,
         };
-        Ok(Some((ProcessId { pid: status.pid, start_time }, status.bundle)))
+        let init = ProcessId { pid: status.pid, start_time };
+        Ok(Some(State { init, bundle: status.bundle, cgroups: vec![status.cgroup_path] }))
     }
 }
 
@@ -178,6 +206,22 @@ impl Cgroup {
             pid,
             reason: "it is in no cgroup of its own in a mounted hierarchy with a freezer".into(),
         })
+    }
+
+    /// The one that its runtime has made for it, given the cgroup of its init: an init such as systemd moves
+    /// itself, and others of the container, to cgroups below.
+    fn of_container(self, noted: &[PathBuf]) -> Self {
+        let is_noted = |directory: &&Path| {
+            let ends = |noted: &PathBuf| {
+                let end = noted.strip_prefix("/").unwrap_or(noted);
+                !end.as_os_str().is_empty() && directory.ends_with(end)
+            };
+            // The root of a hierarchy has none; it is no container's.
+            noted.iter().any(ends) && directory.join(self.version.freezer()).is_file()
+        };
+        // The outermost: what lies below is called as the container wants.
+        let found = self.directory.ancestors().filter(is_noted).last().map(Path::to_owned);
+        Self { directory: found.unwrap_or(self.directory), version: self.version }
     }
 
     /// `memberships` is a /proc/PID/cgroup, `mounts` this process's mountinfo.
@@ -319,11 +363,51 @@ mod tests {
         let pid = Pid::try_from(std::process::id()).unwrap();
         let started = start_time(pid).unwrap();
         status(&directory, pid, &format!(" \"process-start-time\": {started},"));
-        let (init, bundle) = Container::crun(&directory).unwrap().unwrap();
+        let State { init, bundle, cgroups } = Container::crun(&directory).unwrap().unwrap();
         assert_eq!((init.pid, init.start_time), (pid, started));
         assert_eq!(bundle, Path::new("/b/c1"));
+        assert_eq!(cgroups, [Path::new("/x/c1")]);
         status(&directory, pid, "");
-        assert_eq!(Container::crun(&directory).unwrap().unwrap().0.start_time, started);
+        assert_eq!(Container::crun(&directory).unwrap().unwrap().init.start_time, started);
+    }
+
+    #[test]
+    fn runcs_state_says_pid_start_bundle_and_cgroups() {
+        let root = tempfile::tempdir().unwrap();
+        let text = r#"{"id": "c1", "init_process_pid": 7, "init_process_start": 9,
+            "config": {"labels": ["bundle=/b/c1"]},
+            "cgroup_paths": {"freezer": "/sys/fs/cgroup/freezer/x/c1", "": "/sys/fs/cgroup/x/c1"}}"#;
+        fs::write(root.path().join("state.json"), text).unwrap();
+        let State { init, bundle, cgroups } = Container::runc(root.path()).unwrap().unwrap();
+        assert_eq!((init, bundle), (ProcessId { pid: 7, start_time: 9 }, "/b/c1".into()));
+        let expected = ["/sys/fs/cgroup/x/c1", "/sys/fs/cgroup/freezer/x/c1"].map(PathBuf::from);
+        assert_eq!(cgroups, expected);
+    }
+
+    #[test]
+    fn an_init_that_has_moved_is_still_in_the_containers_cgroup() {
+        let mount = tempfile::tempdir().unwrap();
+        let at = |name: &str| mount.path().join(name);
+        // The container may call what is below as it likes.
+        let init = at("x.slice/c1.scope/container/x.slice/c1.scope/container/init.scope");
+        fs::create_dir_all(&init).unwrap();
+        for directory in init.ancestors().take_while(|directory| *directory != mount.path()) {
+            fs::write(directory.join("cgroup.freeze"), "0\n").unwrap();
+        }
+        let of = |noted: &[&str]| {
+            let cgroup = Cgroup { version: CgroupVersion::V2, directory: init.clone() };
+            let noted: Vec<_> = noted.iter().map(|path| PathBuf::from(path.to_string())).collect();
+            cgroup.of_container(&noted).directory
+        };
+        let expected = at("x.slice/c1.scope/container");
+        assert_eq!(of(&["/x.slice/c1.scope/container"]), expected);
+        let absolute = expected.display().to_string();
+        assert_eq!(of(&["/sys/fs/cgroup/freezer/other", &absolute]), expected);
+        // Nothing noted, the root of the hierarchy, or not above: its own.
+        let root = mount.path().display().to_string();
+        for noted in [[].as_slice(), &[""], &["/"], &[&root], &["/y.slice/c1.scope/container"]] {
+            assert_eq!(of(noted), init, "{noted:?}");
+        }
     }
 
     #[test]

@@ -225,13 +225,8 @@ pub fn holds_this_process(directory: &Path) -> bool {
 #[must_use]
 pub fn cgroup(path: &Path) -> Option<Cgroup> {
     let at = |directory: PathBuf| {
-        let version = if directory.join("freezer.state").is_file() {
-            CgroupVersion::V1
-        } else if directory.join("cgroup.freeze").is_file() {
-            CgroupVersion::V2
-        } else {
-            return None;
-        };
+        let has = |version: &CgroupVersion| directory.join(version.freezer()).is_file();
+        let version = [CgroupVersion::V1, CgroupVersion::V2].into_iter().find(has)?;
         Some(Cgroup { version, directory })
     };
     let named = fs::canonicalize(path).ok().and_then(at);

@@ -46,9 +46,10 @@ pub enum FreezerError {
 
 impl Freezer for Cgroup {
     fn frozen(&self) -> Result<bool, FreezerError> {
+        let state = read(&self.file())?;
         Ok(match self.version {
-            CgroupVersion::V1 => read(&self.directory.join("freezer.state"))? != "THAWED",
-            CgroupVersion::V2 => read(&self.directory.join("cgroup.freeze"))? == "1",
+            CgroupVersion::V1 => state != "THAWED",
+            CgroupVersion::V2 => state == "1",
         })
     }
 
@@ -56,7 +57,7 @@ impl Freezer for Cgroup {
         match self.version {
             CgroupVersion::V1 => self.freeze_v1(),
             CgroupVersion::V2 => {
-                write(&self.directory.join("cgroup.freeze"), "1")?;
+                write(&self.file(), "1")?;
                 self.wait_v2("frozen 1")
             }
         }
@@ -65,7 +66,7 @@ impl Freezer for Cgroup {
     fn thaw(&self) -> Result<(), FreezerError> {
         match self.version {
             CgroupVersion::V1 => {
-                let path = self.directory.join("freezer.state");
+                let path = self.file();
                 write(&path, "THAWED")?;
                 let deadline = Instant::now() + LIMIT;
                 while read(&path)? != "THAWED" {
@@ -75,7 +76,7 @@ impl Freezer for Cgroup {
                 Ok(())
             }
             CgroupVersion::V2 => {
-                write(&self.directory.join("cgroup.freeze"), "0")?;
+                write(&self.file(), "0")?;
                 self.wait_v2("frozen 0")
             }
         }
@@ -83,8 +84,12 @@ impl Freezer for Cgroup {
 }
 
 impl Cgroup {
+    fn file(&self) -> PathBuf {
+        self.directory.join(self.version.freezer())
+    }
+
     fn freeze_v1(&self) -> Result<(), FreezerError> {
-        let path = self.directory.join("freezer.state");
+        let path = self.file();
         let deadline = Instant::now() + LIMIT;
         loop {
             write(&path, "FROZEN")?;
