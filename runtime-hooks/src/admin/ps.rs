@@ -8,6 +8,7 @@ use std::time::Duration;
 use serde_json::{Value, json};
 use stasis_config::Config;
 
+use super::repair::Subjects;
 use super::{Ps, show, target};
 use crate::child::Program;
 use crate::container::{Container, ContainerError};
@@ -17,7 +18,7 @@ use crate::cuda::{Answers, CudaState, Driver, GpuUse};
 use crate::engines::Engine;
 use crate::error::chain;
 use crate::freezer::Freezer as _;
-use crate::journal::{Entry, JournalFile, Stage};
+use crate::journal::{Entry, Stage};
 use crate::processes::{CgroupProcesses, Pid, Process, Processes as _};
 use crate::suspend::off_gpu;
 
@@ -43,6 +44,8 @@ struct SeenProcess {
     process: Process,
     state: State,
     uses: GpuUse,
+    /// That is what it needs to come back: it is on no GPU now.
+    is_off: bool,
 }
 
 /// In which state its CUDA is.
@@ -63,8 +66,8 @@ pub(super) fn run(config: &Config, asked: &Ps) -> ExitCode {
     let named = asked.containers.iter().map(|name| containers::find(&roots, name));
     let places = match named.collect::<Result<Vec<Place>, _>>() {
         Ok(places) if places.is_empty() => {
-            let cgroups = if asked.roots.given.is_empty() { cgroups(config) } else { Vec::new() };
-            containers::all(&roots).into_iter().chain(cgroups).collect()
+            let only_given = !asked.roots.given.is_empty();
+            Subjects::all(config, &roots, only_given).places
         }
         Ok(places) => places,
         Err(error) => return super::failed(&error.to_string()),
@@ -89,13 +92,6 @@ pub(super) fn run(config: &Config, asked: &Ps) -> ExitCode {
 
 fn is_not_running(error: &anyhow::Error) -> bool {
     matches!(error.downcast_ref(), Some(ContainerError::NotRunning(_)))
-}
-
-/// The cgroups that are no containers and have been suspended.
-fn cgroups(config: &Config) -> Vec<Place> {
-    let all = JournalFile::all(&config.state.directory).into_iter();
-    let places = all.filter_map(|found| Some(target::place_of(&found.entry.ok()?, found.id)));
-    places.filter(target::is_cgroup).collect()
 }
 
 fn look(
@@ -149,8 +145,9 @@ fn look(
             None => State::Paused,
         };
         let now = uses.remove(&pid).filter(|uses| !uses.gpus.is_empty());
+        let is_off = now.is_none();
         let uses = now.or_else(|| noted(&process)).unwrap_or_default();
-        SeenProcess { process, state, uses }
+        SeenProcess { process, state, uses, is_off }
     };
     let processes = cuda.into_iter().map(seen).collect();
     let engine = Engine::of(&place.root, &container.bundle);
@@ -194,6 +191,15 @@ fn word(seen: &Seen, state: &State) -> String {
         State::Told(state) => state.to_string().to_lowercase(),
         State::Paused => "paused".to_owned(),
         State::Silent(_) => "no answer".to_owned(),
+    }
+}
+
+/// The same for people, who have no column for what is under way. Of one that is paused that was noted.
+fn cell(seen: &Seen, state: &State) -> String {
+    match (state, seen.journal.as_ref().map(|entry| entry.stage)) {
+        (State::Paused, Some(Stage::Suspended)) => "suspended, paused".to_owned(),
+        (State::Paused, Some(Stage::AwaitingResume)) => "checkpointed, paused".to_owned(),
+        _ => word(seen, state),
     }
 }
 
@@ -241,13 +247,10 @@ fn as_text(all: &[Seen], with_others: bool) -> String {
             let gpus = &process.uses.gpus;
             let names: Vec<&str> = gpus.iter().map(|(uuid, _)| uuid.as_str()).collect();
             let bytes: u64 = gpus.iter().filter_map(|(_, bytes)| *bytes).sum();
-            let memory = match (bytes, &process.state) {
+            let memory = match (bytes, process.is_off) {
                 (0, _) => "-".to_owned(),
-                // What it needs to come back.
-                (bytes, State::Told(CudaState::Checkpointed)) => {
-                    format!("({})", show::bytes(bytes))
-                }
-                (bytes, _) => show::bytes(bytes),
+                (bytes, true) => format!("({})", show::bytes(bytes)),
+                (bytes, false) => show::bytes(bytes),
             };
             rows.push(row([
                 seen.engine.word().to_owned(),
@@ -255,7 +258,7 @@ fn as_text(all: &[Seen], with_others: bool) -> String {
                 name(),
                 process.process.id.pid.to_string(),
                 process.process.command.clone(),
-                word(seen, &process.state),
+                cell(seen, &process.state),
                 if names.is_empty() { "-".to_owned() } else { names.join(",") },
                 memory,
                 job(),
@@ -320,7 +323,7 @@ mod tests {
     use super::*;
     use crate::processes::ProcessId;
 
-    fn container(stage: Option<Stage>, told: State) -> Seen {
+    fn container(stage: Option<Stage>, told: State, is_off: bool) -> Seen {
         let init = ProcessId { pid: 7, start_time: 1 };
         let journal = stage.map(|stage| {
             let mut entry = Entry::new("c1", init, false, Path::new(""));
@@ -339,32 +342,36 @@ mod tests {
         let uses = GpuUse { gpus: vec![("GPU-1".into(), Some(8 << 30))] };
         let place = Place { root: "/run/containerd/runc/default".into(), id: "c1".into() };
         let (engine, name) = (Engine::Containerd, Some("web".to_owned()));
-        let processes = vec![SeenProcess { process, state: told, uses }];
+        let processes = vec![SeenProcess { process, state: told, uses, is_off }];
         Seen { place, engine, name, paused: false, journal, error: None, job: false, processes }
     }
 
     #[test]
     fn a_row_for_each_process() {
-        let of = |stage, state| {
-            let text = as_text(&[container(stage, state)], false);
+        let of = |stage, state, is_off| {
+            let text = as_text(&[container(stage, state, is_off)], false);
             let row = text.lines().nth(1).unwrap();
             row.split_whitespace().collect::<Vec<_>>().join(" ")
         };
         let row = |state: &str, memory: &str| {
             format!("containerd c1 web 8 train {state} GPU-1 {memory} -")
         };
-        assert_eq!(of(None, State::Told(CudaState::Running)), row("running", "8.0 GiB"));
-        let checkpointed = State::Told(CudaState::Checkpointed);
-        assert_eq!(of(None, checkpointed.clone()), row("checkpointed", "(8.0 GiB)"));
-        assert_eq!(of(Some(Stage::Suspended), checkpointed), row("suspended", "(8.0 GiB)"));
-        assert_eq!(of(None, State::Paused), row("paused", "8.0 GiB"));
-        assert_eq!(of(None, State::Silent("x".into())), row("no answer", "8.0 GiB"));
+        assert_eq!(of(None, State::Told(CudaState::Running), false), row("running", "8.0 GiB"));
+        let off = || State::Told(CudaState::Checkpointed);
+        assert_eq!(of(None, off(), true), row("checkpointed", "(8.0 GiB)"));
+        let suspended = Some(Stage::Suspended);
+        assert_eq!(of(suspended, off(), true), row("suspended", "(8.0 GiB)"));
+        assert_eq!(of(None, State::Paused, false), row("paused", "8.0 GiB"));
+        assert_eq!(of(suspended, State::Paused, true), row("suspended, paused", "(8.0 GiB)"));
+        let parked = of(Some(Stage::AwaitingResume), State::Paused, true);
+        assert_eq!(parked, row("checkpointed, paused", "(8.0 GiB)"));
+        assert_eq!(of(None, State::Silent("x".into()), false), row("no answer", "8.0 GiB"));
         assert!(as_text(&[], false).contains("no container uses CUDA"));
     }
 
     #[test]
     fn one_whose_journal_cannot_be_used_is_not_left_out() {
-        let mut seen = container(None, State::Paused);
+        let mut seen = container(None, State::Paused, false);
         seen.processes.clear();
         assert!(!seen.is_of_interest());
         seen.error = Some("the journal /j is damaged".into());
@@ -376,7 +383,8 @@ mod tests {
 
     #[test]
     fn json_has_all_of_it() {
-        let text = as_json(&[container(Some(Stage::AwaitingResume), State::Silent("late".into()))]);
+        let text =
+            as_json(&[container(Some(Stage::AwaitingResume), State::Silent("late".into()), true)]);
         let list: BTreeMap<String, Value> =
             serde_json::from_value(serde_json::from_str::<Value>(&text).unwrap()[0].clone())
                 .unwrap();

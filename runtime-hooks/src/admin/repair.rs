@@ -80,9 +80,9 @@ pub(super) fn run(config: &Config, container: Option<&str>, roots: &Roots) -> Ex
 
 /// What may have to be repaired.
 #[derive(Debug, Default)]
-struct Subjects {
+pub(super) struct Subjects {
     /// The containers of the root directories, and whatever else has a journal.
-    places: Vec<Place>,
+    pub(super) places: Vec<Place>,
     /// Ids of journals of which it is not known where their containers are, and why not.
     unusable: Vec<(String, JournalError)>,
 }
@@ -90,7 +90,7 @@ struct Subjects {
 impl Subjects {
     /// A journal tells of which root directory it is, which may be one that nobody else tells of; whoever
     /// may write journals has named it once. With `only_given` it has to be one of `roots`.
-    fn all(config: &Config, roots: &[PathBuf], only_given: bool) -> Self {
+    pub(super) fn all(config: &Config, roots: &[PathBuf], only_given: bool) -> Self {
         let state = &config.state.directory;
         let mut all = Self { places: containers::all(roots), unusable: Vec::new() };
         let known: BTreeMap<PathBuf, &PathBuf> = roots

@@ -61,6 +61,16 @@ pub struct Target {
     pub target: Option<String>,
     /// What is free on it at the moment, if known.
     pub free_bytes: Option<u64>,
+    /// What the image needs of it, if known.
+    pub needed_bytes: Option<u64>,
+}
+
+impl Target {
+    /// There is no room on it at the moment.
+    #[must_use]
+    pub fn is_short(&self) -> bool {
+        self.free_bytes.zip(self.needed_bytes).is_some_and(|(free, needed)| free < needed)
+    }
 }
 
 /// Compares what a restore needs with this host. Its driver is asked only about an image that needs
@@ -122,7 +132,8 @@ fn compare(needs: &Needs, facts: &DriverFacts, driver: &mut dyn HostDriver, host
         };
         host.needs_device_map |= target.as_ref().is_some_and(|uuid| *uuid != needed.uuid);
         let free_bytes = target.as_ref().and_then(|uuid| free.get(uuid).copied());
-        host.gpus.push(Target { uuid: needed.uuid.clone(), target, free_bytes });
+        let (uuid, needed_bytes) = (needed.uuid.clone(), needed.bytes);
+        host.gpus.push(Target { uuid, target, free_bytes, needed_bytes });
     }
 }
 
@@ -279,7 +290,8 @@ mod tests {
                 gpus: vec![Target {
                     uuid: "GPU-0".into(),
                     target: Some("GPU-0".into()),
-                    free_bytes: Some(5 * GIB)
+                    free_bytes: Some(5 * GIB),
+                    needed_bytes: Some(GIB),
                 }],
             }
         );

@@ -4,6 +4,7 @@ use serde::Serialize;
 use stasis_config::manifest::JOB_FILE;
 use stasis_config::text::printable;
 
+use super::host::Target;
 use super::{
     Checkpoint, Compression, Exported, Form, Gpu, Host, Job, JobCopy, JobFile, Kind, NeededGpu,
     Needs, Phase, Process, Report, VisibleGpu,
@@ -300,6 +301,9 @@ fn host(page: &mut Page, host: &Host) {
         (true, true) => "can restore it, onto other GPUs of the same product",
         (false, _) => "cannot restore it:",
     });
+    if *can_restore && gpus.iter().any(Target::is_short) {
+        page.line("but has no room on a GPU now: a restore waits for it, and fails in the end");
+    }
     for problem in problems {
         page.whole_line(problem);
     }
@@ -309,9 +313,12 @@ fn host(page: &mut Page, host: &Host) {
     }
     for gpu in gpus {
         let Some(target) = &gpu.target else { continue };
-        let free = match gpu.free_bytes {
-            Some(bytes) => format!(", {} free now", size(bytes)),
-            None => String::new(),
+        let free = match (gpu.free_bytes, gpu.needed_bytes) {
+            (Some(free), Some(needed)) if gpu.is_short() => {
+                format!(", {} free now of {} needed", size(free), size(needed))
+            }
+            (Some(free), _) => format!(", {} free now", size(free)),
+            (None, _) => String::new(),
         };
         if *target == gpu.uuid {
             page.line(&format!("has {target}{free}"));
@@ -338,7 +345,6 @@ fn size(bytes: u64) -> String {
 
 #[cfg(test)]
 mod tests {
-    use super::super::host::Target;
     use super::*;
 
     fn bare(kind: Kind) -> Report {
@@ -425,8 +431,14 @@ mod tests {
                         uuid: uuid("0"),
                         target: Some(uuid("0")),
                         free_bytes: Some(150_323_855_360),
+                        needed_bytes: Some(1 << 30),
                     },
-                    Target { uuid: uuid("1"), target: Some(uuid("5")), free_bytes: None },
+                    Target {
+                        uuid: uuid("1"),
+                        target: Some(uuid("5")),
+                        free_bytes: None,
+                        needed_bytes: None,
+                    },
                 ],
             }),
             ..bare(Kind::Cuda)
@@ -571,12 +583,27 @@ mod tests {
               {
                 "uuid": "GPU-11111111-aaaa-bbbb-cccc-dddddddddddd",
                 "target": "GPU-55555555-aaaa-bbbb-cccc-dddddddddddd",
-                "free_bytes": null
+                "free_bytes": null,
+                "needed_bytes": null
               }
             ]
           }
         }
         "#);
+    }
+
+    #[test]
+    fn that_there_is_no_room_now_is_said() {
+        let mut report = whole();
+        let host = report.host.as_mut().unwrap();
+        host.gpus[0].needed_bytes = Some(150 << 30);
+        let text = text(&report, None);
+        for said in [
+            "can restore it, onto other GPUs of the same product\n           but has no room on a GPU now",
+            ", 140.0 GiB free now of 150.0 GiB needed\n",
+        ] {
+            assert!(text.contains(said), "{said:?} is not in {text}");
+        }
     }
 
     #[test]
