@@ -13,7 +13,7 @@ use crate::give_back;
 use crate::hold::HoldError;
 use crate::journal::{Entry, Stage};
 use crate::parts::{CudaProcess, Limits, Parts};
-use crate::processes::Process;
+use crate::processes::{Process, Processes};
 use crate::suspend::driver_runs;
 use crate::suspended;
 
@@ -66,7 +66,7 @@ pub fn bring_back(
     loop {
         attempts += 1;
         // Of one that has ended there is no freezer.
-        if parts.processes.alive(entry.init) && entry.was_paused_meanwhile(parts.freezer.frozen()?)
+        if !has_ended(parts.processes, entry) && entry.was_paused_meanwhile(parts.freezer.frozen()?)
         {
             tracing::warn!(container = entry.container, "it was paused meanwhile, and stays so");
             entry.frozen = true;
@@ -83,6 +83,7 @@ pub fn bring_back(
         let last_word = match &cause {
             Cause::Gone
             | Cause::NoRoom { .. }
+            | Cause::SilentGpu { .. }
             | Cause::Interrupted
             | Cause::SharedLost { .. }
             | Cause::NotThere { .. } => true,
@@ -118,7 +119,7 @@ fn attempt(
     thaw: Thaw,
     limits: &Limits,
 ) -> Result<Back, Cause> {
-    if !parts.processes.alive(entry.init) {
+    if has_ended(parts.processes, entry) {
         return Err(Cause::Gone);
     }
     let mut back = Back::Whole;
@@ -204,7 +205,7 @@ fn thaw_by(parts: &mut Parts<'_>, thaw: Thaw) -> Result<(), Cause> {
 pub(crate) fn forget(parts: &mut Parts<'_>, entry: &Entry) {
     let resumed = entry.stage == Stage::Resuming;
     let earlier = entry.suspended.as_ref();
-    let earlier = earlier.filter(|_| !resumed && parts.processes.alive(entry.init));
+    let earlier = earlier.filter(|_| !resumed && !has_ended(parts.processes, entry));
     let done = match earlier {
         Some(earlier) => parts.journal.save(earlier),
         None => parts.journal.clear(),
@@ -223,7 +224,7 @@ pub fn put_back(parts: &mut Parts<'_>, entry: &Entry, limits: &Limits) -> Left {
     let brought = bring_back(parts, &mut entry, goal, Thaw::Freezer, limits);
     let pending = matches!(brought, Ok(Back::LockPending));
     let left = match brought {
-        Ok(_) if !parts.processes.alive(entry.init) => Left::Gone,
+        Ok(_) if has_ended(parts.processes, &entry) => Left::Gone,
         Ok(_) if parts.freezer.frozen().unwrap_or(entry.frozen) => Left::Paused,
         Ok(_) => Left::Running,
         Err(because) if matches!(entry.stage, Stage::Freeing | Stage::Resuming) => {
@@ -240,7 +241,7 @@ pub fn put_back(parts: &mut Parts<'_>, entry: &Entry, limits: &Limits) -> Left {
 /// Kills a container whose CUDA does not come back.
 pub fn kill(parts: &mut Parts<'_>, entry: &Entry, because: Cause) -> Left {
     parts.hold.release();
-    if !parts.processes.alive(entry.init) {
+    if has_ended(parts.processes, entry) {
         return Left::Gone;
     }
     let because = Box::new(because);
@@ -250,19 +251,31 @@ pub fn kill(parts: &mut Parts<'_>, entry: &Entry, because: Cause) -> Left {
     }
 }
 
-/// `runc kill`, and waits until no process of the container runs.
+/// Whether there is nothing left of the container.
+pub(crate) fn has_ended(processes: &dyn Processes, entry: &Entry) -> bool {
+    if processes.have_init() {
+        !processes.alive(entry.init)
+    } else {
+        // An unreadable list: the cgroup is gone, and with it the processes.
+        processes.list().map_or(true, |list| list.is_empty())
+    }
+}
+
+/// `runc kill`, and waits until no process of the container runs; of a cgroup that is none, until none of
+/// those runs that have CUDA, as the others are let live.
 pub(crate) fn kill_and_wait(parts: &mut Parts<'_>, entry: &Entry) -> Result<(), Cause> {
     let killed = parts.runtime.kill();
     let deadline = Instant::now() + DIE;
     loop {
-        // An unreadable list: the cgroup is gone, and with it the processes.
-        let ended = !parts.processes.alive(entry.init)
-            && parts.processes.list().map_or(true, |list| list.is_empty());
-        if ended {
+        let have_init = parts.processes.have_init();
+        let is_to_end = |process: &Process| have_init || process.is_candidate();
+        // As for `has_ended`.
+        let none_runs = parts.processes.list().map_or(true, |list| !list.iter().any(is_to_end));
+        if none_runs && (!have_init || !parts.processes.alive(entry.init)) {
             return Ok(());
         }
         if let Err(error) = &killed
-            && parts.processes.alive(entry.init)
+            && !has_ended(parts.processes, entry)
         {
             return Err(error.clone().into());
         }
@@ -299,7 +312,7 @@ pub(crate) fn fail(
 
 fn wait_for_end(parts: &Parts<'_>, entry: &Entry) {
     let deadline = Instant::now() + ENDING;
-    while parts.processes.alive(entry.init) && Instant::now() < deadline {
+    while !has_ended(parts.processes, entry) && Instant::now() < deadline {
         std::thread::sleep(Duration::from_millis(10));
     }
 }

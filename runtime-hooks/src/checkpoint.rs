@@ -16,7 +16,8 @@ use stasis_config::Annotations;
 use stasis_config::manifest::{self, JOB_FILE, JobFile, Manifest};
 
 use crate::bring_back::{
-    Back, Goal, Thaw, bring_back, fail, forget, kill, kill_and_wait, log_of, processes_of,
+    Back, Goal, Thaw, bring_back, fail, forget, has_ended, kill, kill_and_wait, log_of,
+    processes_of,
 };
 use crate::container::Container;
 use crate::cuda::job::{Copied, Identity};
@@ -145,7 +146,7 @@ pub fn again(
             .frozen()
             .and_then(|frozen| if frozen { Ok(()) } else { parts.freezer.freeze() });
         let left = match frozen {
-            _ if !parts.processes.alive(entry.init) => Left::Gone,
+            _ if has_ended(parts.processes, entry) => Left::Gone,
             Ok(()) => Left::Paused,
             Err(error) => kill(parts, entry, error.into()),
         };

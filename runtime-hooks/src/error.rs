@@ -327,6 +327,35 @@ pub enum Cause {
         /// Bytes.
         free: u64,
     },
+    /// A GPU on which memory is needed has gone.
+    #[error(
+        "GPU {gpu}, where its memory is to go, does not answer (nvidia-smi and the kernel's log say more)"
+    )]
+    SilentGpu {
+        /// UUID.
+        gpu: String,
+    },
+    /// Some of a job runs.
+    #[error(
+        "{on}: has begun to use CUDA since {off} was suspended. The members of a job come back in the \
+         order in which they were suspended, so the one could not go on before the other: stasis resume \
+         the container first"
+    )]
+    JobInParts {
+        /// One that is on the GPU.
+        on: Who,
+        /// One that is not.
+        off: Who,
+    },
+    /// Nobody knows in which order the members of a job were suspended.
+    #[error(
+        "{who}: was suspended by something else than Stasis. The members of a job come back in the order \
+         in which they were suspended, which only that something knows: have it resume them first"
+    )]
+    JobOrder {
+        /// One of them.
+        who: Who,
+    },
     /// Nothing is known of the container.
     #[error("{0}")]
     Container(String),

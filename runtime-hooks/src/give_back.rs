@@ -183,11 +183,14 @@ fn wait_for_room(
     }
 }
 
-/// The first GPU whose free memory does not suffice. None also if it is not known.
+/// The first GPU whose free memory does not suffice, or that has gone. None also if nothing is known of any.
 fn lacks(driver: &mut dyn Driver, needed: &BTreeMap<&str, u64>) -> Option<Cause> {
     let all = driver.free_memory()?;
     needed.iter().find_map(|(gpu, needed)| {
-        let (free, needed) = (*all.get(*gpu)?, *needed);
+        let needed = *needed;
+        let Some(&free) = all.get(*gpu) else {
+            return Some(Cause::SilentGpu { gpu: (*gpu).to_owned() });
+        };
         (free < needed).then(|| Cause::NoRoom { gpu: (*gpu).to_owned(), needed, free })
     })
 }

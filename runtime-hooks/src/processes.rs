@@ -95,6 +95,14 @@ pub trait Processes {
     /// Whether the process still runs: not ended, no zombie, and not another one of that pid.
     fn alive(&self, id: ProcessId) -> bool;
 
+    /// Whether all of it lives and dies with its init. A cgroup that a person has named has none: its oldest
+    /// process stands for it, which may end before the others.
+    fn have_init(&self) -> bool;
+
+    /// Bytes in host memory, swapped or not, of the process's largest anonymous mapping. Where it is
+    /// CHECKPOINTED, what it had on the GPU is in one such (measured on 580). None if that cannot be told.
+    fn largest_mapping(&self, id: ProcessId) -> Option<u64>;
+
     /// Whether the process has ended, or is about to: it has no memory any more, or was killed and is
     /// frozen. What is dumped of it ends right after its restore.
     fn ending(&self, id: ProcessId) -> bool;
@@ -122,11 +130,12 @@ pub enum ProcessesError {
 }
 
 /// [`Processes`] from cgroupfs and procfs.
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 pub struct CgroupProcesses {
     directory: PathBuf,
     /// How many pid namespaces lie between this process and the container's init.
     level: usize,
+    have_init: bool,
 }
 
 impl CgroupProcesses {
@@ -135,7 +144,15 @@ impl CgroupProcesses {
         let inner = fs::read(format!("/proc/{init}/status"))
             .map(|status| nspid(&status, init))
             .map_err(|source| ProcessesError::Process { pid: init, source })?;
-        Ok(Self { directory: directory.to_owned(), level: inner.len().saturating_sub(1) })
+        let level = inner.len().saturating_sub(1);
+        Ok(Self { directory: directory.to_owned(), level, have_init: true })
+    }
+
+    /// The same of a cgroup that is no container: `init` was only the oldest process.
+    #[must_use]
+    pub fn without_init(mut self) -> Self {
+        self.have_init = false;
+        self
     }
 
     fn pids(&self, directory: &Path, pids: &mut Vec<Pid>) -> Result<(), ProcessesError> {
@@ -251,6 +268,24 @@ fn is_ending(status: &[u8]) -> bool {
     !has_memory || killed("ShdPnd") || killed("SigPnd")
 }
 
+/// Bytes of the largest private writable mapping without a file, given a /proc/PID/smaps.
+fn largest_mapping(smaps: &str) -> u64 {
+    let (mut largest, mut this, mut counts) = (0, 0, false);
+    for line in smaps.lines() {
+        let mut words = line.split_ascii_whitespace();
+        let (Some(first), Some(second)) = (words.next(), words.next()) else { continue };
+        if !first.ends_with(':') {
+            // Addresses, permissions, offset, device, inode, and perhaps a path.
+            this = 0;
+            counts = second == "rw-p" && words.nth(2) == Some("0");
+        } else if counts && matches!(first, "Rss:" | "Swap:") {
+            this += second.parse::<u64>().unwrap_or(0).saturating_mul(1024);
+            largest = largest.max(this);
+        }
+    }
+    largest
+}
+
 /// Its bit in a set of signals.
 const SIGKILL: u64 = 1 << (nix::libc::SIGKILL - 1);
 
@@ -318,6 +353,16 @@ impl Processes for CgroupProcesses {
         start_time(id.pid) == Some(id.start_time)
     }
 
+    fn have_init(&self) -> bool {
+        self.have_init
+    }
+
+    fn largest_mapping(&self, id: ProcessId) -> Option<u64> {
+        let smaps = fs::read(format!("/proc/{}/smaps", id.pid)).ok()?;
+        // It may have been another process's.
+        self.alive(id).then(|| largest_mapping(&String::from_utf8_lossy(&smaps)))
+    }
+
     fn ending(&self, id: ProcessId) -> bool {
         let status = fs::read(format!("/proc/{}/status", id.pid)).unwrap_or_default();
         !self.alive(id) || is_ending(&status)
@@ -338,6 +383,24 @@ mod tests {
             tracer: 0,
             parent: 0,
         }
+    }
+
+    #[test]
+    fn what_a_checkpointed_process_had_on_the_gpu_is_in_its_largest_mapping() {
+        const SMAPS: &str = "\
+            55d0-55d1 rw-p 00000000 fe:00 77   /usr/bin/python3\n\
+            Size: 9000 kB\nRss: 9000 kB\nSwap: 0 kB\nVmFlags: rd wr\n\
+            7f00-7f01 ---p 00000000 00:00 0 \nRss: 8000 kB\nSwap: 0 kB\n\
+            7f01-7f02 rw-p 00000000 00:00 0 \nSize: 90000 kB\nRss: 600 kB\nPss: 600 kB\nSwap: 400 kB\n\
+            7f02-7f03 rw-s 00000000 00:01 9 /dev/shm/x\nRss: 7000 kB\n\
+            7f03-7f04 rw-p 00000000 00:00 0 [heap]\nRss: 900 kB\nSwap: 0 kB\n";
+        assert_eq!(largest_mapping(SMAPS), 1000 << 10);
+        let pid = Pid::try_from(std::process::id()).unwrap();
+        let own = ProcessId { pid, start_time: start_time(pid).unwrap() };
+        let processes = CgroupProcesses { directory: "/".into(), level: 0, have_init: true };
+        let _held = vec![1_u8; 16 << 20];
+        assert!(processes.largest_mapping(own).unwrap() >= 16 << 20);
+        assert_eq!(processes.largest_mapping(ProcessId { start_time: 1, ..own }), None);
     }
 
     #[test]
@@ -393,7 +456,7 @@ mod tests {
     #[test]
     fn this_process_is_alive_and_a_reused_pid_is_not() {
         let pid = nix::unistd::getpid().as_raw();
-        let processes = CgroupProcesses { directory: "/".into(), level: 0 };
+        let processes = CgroupProcesses { directory: "/".into(), level: 0, have_init: true };
         let start_time = start_time(pid).unwrap();
         assert!(processes.alive(ProcessId { pid, start_time }));
         assert!(!processes.alive(ProcessId { pid, start_time: start_time + 1 }));
@@ -407,7 +470,8 @@ mod tests {
         let pid = nix::unistd::getpid().as_raw();
         std::fs::write(directory.path().join("cgroup.procs"), "").unwrap();
         std::fs::write(below.join("cgroup.procs"), format!("{pid}\n999999999\n")).unwrap();
-        let processes = CgroupProcesses { directory: directory.path().into(), level: 0 };
+        let processes =
+            CgroupProcesses { directory: directory.path().into(), level: 0, have_init: true };
         let found = processes.list().unwrap();
         assert_eq!(found.iter().map(|p| p.id.pid).collect::<Vec<_>>(), [pid]);
     }

@@ -49,7 +49,7 @@ pub fn suspend(
 ) -> Result<(), Cause> {
     let steps = parts.driver.steps().map_err(Cause::NoDriver)?;
     let lock = if steps == Steps::Toggle { Phase::CudaCheckpoint } else { Phase::Lock };
-    in_order(cuda);
+    in_order(cuda, entry);
     if entry.frozen {
         // A frozen process answers no driver call: the freezer is replaced by ptrace, which
         // leaves the driver's threads alone.
@@ -60,6 +60,8 @@ pub fn suspend(
     }
     progress.enter(lock);
     find_states(parts, entry, cuda)?;
+    refuse_unordered(entry, cuda)?;
+    let mut free = parts.driver.free_memory();
     let deadline = Instant::now() + limits.lock;
     loop {
         lock_all(parts, entry, cuda, steps, deadline, limits)?;
@@ -76,7 +78,7 @@ pub fn suspend(
             progress.enter(lock);
         }
         cuda.extend(new);
-        in_order(cuda);
+        in_order(cuda, entry);
         // Before they are noted: one of another job is not to be asked anything in this one.
         if gate.driver_may_have_jobs {
             job::confirm(parts.driver, parts.processes, cuda, entry)?;
@@ -89,6 +91,7 @@ pub fn suspend(
             parts.hold.release();
         }
         find_states(parts, entry, cuda)?;
+        refuse_unordered(entry, cuda)?;
         // They matter to CRIU only.
         if entry.stage != Stage::Freeing {
             refuse_strays(parts.processes, cuda, entry.init.pid)?;
@@ -106,11 +109,14 @@ pub fn suspend(
     entry.processes = cuda.iter().map(Noted::from).collect();
     if steps == Steps::Separate {
         host_memory::require(parts.memory, cuda)?;
+        free = parts.driver.free_memory();
     }
     parts.journal.save(entry)?;
 
     progress.enter(Phase::CudaCheckpoint);
     checkpoint_all(parts, cuda, limits, entry.job.is_some())?;
+    add_besides(parts.driver, cuda, free);
+    entry.processes = cuda.iter().map(Noted::from).collect();
     interruptible(parts)?;
 
     progress.enter(Phase::Freeze);
@@ -174,9 +180,67 @@ fn forget_ended(
 }
 
 /// The order in which a job's members are locked, checkpointed, and later restored and unlocked. By
-/// what stays the same over a restore.
-fn in_order(cuda: &mut [CudaProcess]) {
-    cuda.sort_by_key(|process| process.process.inner_pid);
+/// what stays the same over a restore; those that are suspended come first, as they were CHECKPOINTED.
+fn in_order(cuda: &mut [CudaProcess], entry: &Entry) {
+    cuda.sort_by_key(|process| {
+        (position(entry, process).unwrap_or(usize::MAX), process.process.inner_pid)
+    });
+}
+
+/// When it was suspended, among those that were, if Stasis has.
+fn position(entry: &Entry, process: &CudaProcess) -> Option<usize> {
+    let earlier = entry.suspended.as_ref()?;
+    earlier.processes.iter().position(|noted| noted.id == process.process.id)
+}
+
+/// The members of a job are restored in the order in which they were CHECKPOINTED. So that has to be known
+/// of those that are; and none may be CHECKPOINTED after them that is to come back, or to be restored from
+/// an image, while they stay so.
+fn refuse_unordered(entry: &Entry, cuda: &[CudaProcess]) -> Result<(), Cause> {
+    let (off, on): (Vec<_>, Vec<_>) =
+        cuda.iter().partition(|process| process.found == Some(CudaState::Checkpointed));
+    let Some(first) = off.first().filter(|_| entry.job.is_some() && cuda.len() > 1) else {
+        return Ok(());
+    };
+    if let Some(unknown) = off.iter().find(|process| position(entry, process).is_none()) {
+        return Err(Cause::JobOrder { who: unknown.who() });
+    }
+    match on.first() {
+        // Suspended, all of them stay so until all come back.
+        Some(on) if entry.stage != Stage::Freeing => {
+            Err(Cause::JobInParts { on: on.who(), off: first.who() })
+        }
+        _ => Ok(()),
+    }
+}
+
+/// A process takes more of a GPU than NVML says that it uses (measured on 580: 6 MiB, and 9 if there is no
+/// other), and a restore that lacks it is final. How much more is told by what became free, as far as that
+/// cannot have been another's: at most this much for each process.
+const BESIDES: u64 = 32 << 20;
+
+/// Adds that to what the processes use. `before` is what was free while they were on their GPUs.
+fn add_besides(
+    driver: &mut dyn Driver,
+    cuda: &mut [CudaProcess],
+    before: Option<BTreeMap<String, u64>>,
+) {
+    let (Some(before), Some(now)) = (before, driver.free_memory()) else { return };
+    for (gpu, now) in now {
+        let moved = |process: &&mut CudaProcess| process.found != Some(CudaState::Checkpointed);
+        let mut used: Vec<&mut u64> = cuda
+            .iter_mut()
+            .filter(moved)
+            .flat_map(|process| &mut process.uses.gpus)
+            .filter_map(|(uuid, bytes)| bytes.as_mut().filter(|_| *uuid == gpu))
+            .collect();
+        let known: u64 = used.iter().map(|bytes| **bytes).sum();
+        let freed = now.saturating_sub(before.get(&gpu).copied().unwrap_or(now));
+        let most = BESIDES.saturating_mul(used.len().try_into().unwrap_or(u64::MAX));
+        if let Some(first) = used.first_mut() {
+            **first += freed.saturating_sub(known).min(most);
+        }
+    }
 }
 
 /// An error if the caller wants no more.

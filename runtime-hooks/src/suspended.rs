@@ -11,7 +11,9 @@
 
 use std::time::Duration;
 
-use crate::bring_back::{Back, Goal, Thaw, bring_back, fail, forget, kill, log_of, processes_of};
+use crate::bring_back::{
+    Back, Goal, Thaw, bring_back, fail, forget, has_ended, kill, log_of, processes_of,
+};
 use crate::checkpoint::require_actions;
 use crate::container::Container;
 use crate::cuda::{CudaState, DriverFacts, Steps};
@@ -178,10 +180,12 @@ pub fn found(
 
 /// Gives the container of `entry`, which is suspended, its CUDA back, on other GPUs if `map` says so. If
 /// that fails it is suspended as before and can be resumed later, unless the driver has lost what it had.
+/// `seen` are the UUIDs of the GPUs that its processes may have used.
 pub fn resume(
     parts: &mut Parts<'_>,
     entry: &Entry,
     map: Option<DeviceMap>,
+    seen: &[String],
     limits: &Limits,
     progress: &mut Progress,
 ) -> Result<(), Failure> {
@@ -195,6 +199,7 @@ pub fn resume(
     under_way.freezes = false;
     under_way.stage = Stage::Resuming;
     under_way.suspended = Some(Box::new(entry.clone()));
+    estimate(parts, &mut under_way, seen);
     recall(parts, entry);
     // Without a driver nothing is begun.
     let begun = parts.driver.facts().map_err(Cause::NoDriver).and_then(|_| {
@@ -231,6 +236,22 @@ pub fn resume(
     }
 }
 
+/// What something else than Stasis has suspended uses no GPU that anybody could be asked about, and a
+/// restore without room is final. So it may need as much as it has in host memory, on any GPU that it sees.
+fn estimate(parts: &Parts<'_>, under_way: &mut Entry, seen: &[String]) {
+    for noted in under_way.processes.iter_mut().filter(|noted| noted.uses.gpus.is_empty()) {
+        let Some(bytes) = parts.processes.largest_mapping(noted.id) else { continue };
+        noted.uses.gpus = seen.iter().map(|uuid| (uuid.clone(), Some(bytes))).collect();
+        tracing::warn!(
+            pid = noted.id.pid,
+            gpus = ?seen,
+            "what it had on a GPU was not noted when it was suspended; up to {} MiB, as it has them in host \
+             memory, have to be free",
+            bytes.div_ceil(1 << 20)
+        );
+    }
+}
+
 /// Only what is CHECKPOINTED goes to another GPU.
 fn all_can_move(parts: &mut Parts<'_>, entry: &Entry) -> Result<(), Cause> {
     let cuda = processes_of(parts, entry)?;
@@ -255,13 +276,13 @@ pub(crate) fn stay(parts: &mut Parts<'_>, entry: &Entry, cause: &Cause, limit: D
     let entry = &entry;
     // Before its threads are let go: what was paused stays so.
     if !lost
-        && parts.processes.alive(entry.init)
+        && !has_ended(parts.processes, entry)
         && let Err(error) = as_it_was(parts, entry)
     {
         tracing::error!(container = entry.container, error = %crate::error::chain(&error), "the freezer");
     }
     parts.hold.release();
-    if !parts.processes.alive(entry.init) {
+    if has_ended(parts.processes, entry) {
         forget(parts, entry);
         return Left::Gone;
     }

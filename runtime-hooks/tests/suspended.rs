@@ -38,14 +38,21 @@ fn suspend(world: &World) -> Result<(), Failure> {
 fn resume(world: &World) -> Result<(), Failure> {
     let entry = entry(world).unwrap();
     let mut progress = Progress::new(Phase::Preflight);
-    world.run(|parts| suspended::resume(parts, &entry, None, &World::limits(), &mut progress))
+    world.run(|parts| {
+        suspended::resume(parts, &entry, None, &seen(), &World::limits(), &mut progress)
+    })
+}
+
+/// The GPUs that the container has.
+fn seen() -> [String; 2] {
+    ["GPU-0", "GPU-1"].map(str::to_owned)
 }
 
 fn resume_onto(world: &World, map: &[(&str, &str)]) -> Result<(), Failure> {
     let map = map.iter().map(|(from, to)| ((*from).to_owned(), (*to).to_owned())).collect();
     let (entry, limits) = (entry(world).unwrap(), World::limits());
     let mut progress = Progress::new(Phase::Preflight);
-    world.run(|parts| suspended::resume(parts, &entry, Some(map), &limits, &mut progress))
+    world.run(|parts| suspended::resume(parts, &entry, Some(map), &seen(), &limits, &mut progress))
 }
 
 fn entry(world: &World) -> Option<Entry> {
@@ -670,15 +677,23 @@ fn what_began_since_is_suspended_with_the_rest() {
     assert_eq!(entry(&world).unwrap().stage, Stage::Suspended);
 }
 
+fn found(world: &World) -> Option<Entry> {
+    world.run(|parts| {
+        let mut cuda = discover(parts).unwrap();
+        suspended::found(parts, &World::container(), &mut cuda).unwrap()
+    })
+}
+
+fn resume_found(world: &World, entry: &Entry) -> Result<(), Failure> {
+    let mut progress = Progress::new(Phase::Preflight);
+    world.run(|parts| {
+        suspended::resume(parts, entry, None, &seen(), &World::limits(), &mut progress)
+    })
+}
+
 #[test]
 fn what_was_suspended_by_other_means_is_found() {
     let world = World::new(3, false);
-    let found = |world: &World| {
-        world.run(|parts| {
-            let mut cuda = discover(parts).unwrap();
-            suspended::found(parts, &World::container(), &mut cuda).unwrap()
-        })
-    };
     assert_eq!(found(&world), None);
     world.with(|state| {
         state.cuda.insert(101, Checkpointed);
@@ -687,12 +702,169 @@ fn what_was_suspended_by_other_means_is_found() {
     let entry = found(&world).unwrap();
     // The one that runs is nobody's business.
     assert_eq!(entry.processes.len(), 2);
-    let mut progress = Progress::new(Phase::Preflight);
-    world
-        .run(|parts| suspended::resume(parts, &entry, None, &World::limits(), &mut progress))
-        .unwrap();
+    resume_found(&world, &entry).unwrap();
     runs(&world, false);
     assert!(world.with(|state| state.asked.iter().all(|(_, pids)| !pids.contains(&103))));
+}
+
+/// A restore without room is final, and nobody tells what it had on which GPU.
+#[test]
+fn what_was_suspended_by_other_means_needs_room_for_all_that_it_may_have() {
+    let world = World::restored(1);
+    world.with(|state| {
+        state.gpu_bytes = Some(150);
+        state.mappings.insert(101, 151);
+    });
+    let by_hand = found(&world).unwrap();
+    let failure = resume_found(&world, &by_hand).unwrap_err();
+    assert!(matches!(failure.cause, Cause::NoRoom { needed: 151, .. }), "{failure}");
+    assert!(matches!(failure.left, Left::Suspended), "{failure}");
+    assert!(world.with(|state| state.asked.iter().all(|(call, _)| *call != "restore")));
+    is_suspended(&world, false);
+    // No more is noted than is known.
+    assert!(entry(&world).unwrap().processes[0].uses.gpus.is_empty());
+    // It was on the other one, perhaps.
+    world.with(|state| (state.gpu_bytes, state.silent_gpu) = (Some(151), Some("GPU-1")));
+    let failure = resume(&world).unwrap_err();
+    assert!(matches!(&failure.cause, Cause::SilentGpu { gpu } if gpu == "GPU-1"), "{failure}");
+    is_suspended(&world, false);
+    world.with(|state| state.silent_gpu = None);
+    resume(&world).unwrap();
+    runs(&world, false);
+}
+
+#[test]
+fn a_gpu_that_has_gone_is_waited_for() {
+    let world = suspended_world(1, false);
+    world.with(|state| state.silent_gpu = Some("GPU-0"));
+    let failure = resume(&world).unwrap_err();
+    assert!(matches!(&failure.cause, Cause::SilentGpu { gpu } if gpu == "GPU-0"), "{failure}");
+    is_suspended(&world, false);
+    // Another one is nobody's business.
+    world.with(|state| state.silent_gpu = Some("GPU-1"));
+    resume(&world).unwrap();
+    runs(&world, false);
+}
+
+/// NVML says of a process a little less than a restore needs.
+#[test]
+fn room_is_for_all_that_became_free() {
+    let world = World::new(2, false);
+    world.with(|state| (state.gpu_bytes, state.besides) = (Some(1000), 9));
+    suspend(&world).unwrap();
+    for free in [208, 217] {
+        world.with(|state| state.gpu_bytes = Some(free));
+        let failure = resume(&world).unwrap_err();
+        assert!(matches!(failure.cause, Cause::NoRoom { needed: 218, .. }), "{failure}");
+        is_suspended(&world, false);
+    }
+    world.with(|state| state.gpu_bytes = Some(218));
+    resume(&world).unwrap();
+    runs(&world, false);
+    // What others free at the same moment is not its own.
+    let world = World::new(1, false);
+    world.with(|state| (state.gpu_bytes, state.besides) = (Some(1 << 40), 1 << 39));
+    suspend(&world).unwrap();
+    let uses = &entry(&world).unwrap().processes[0].uses.gpus;
+    assert_eq!(uses[..], [("GPU-0".to_owned(), Some(100 + (32 << 20)))]);
+}
+
+/// A cgroup that a person has named has no init: one of its processes stands for it.
+#[test]
+fn a_cgroup_goes_on_when_its_oldest_process_ends_meanwhile() {
+    // While room is waited for, and while all is given back.
+    for call in ["free", "restore", "unlock"] {
+        let world = suspended_world(1, false);
+        world.with(|state| {
+            state.is_cgroup = true;
+            state.deaths.push((call, INIT.pid));
+            state.faults.push((call, Fault::Error(600), 1000));
+        });
+        let failure = resume(&world).unwrap_err();
+        assert!(matches!(failure.left, Left::Suspended), "{call}: {failure}");
+        assert!(!matches!(failure.cause, Cause::Gone), "{call}: {failure}");
+        is_suspended(&world, false);
+        world.with(|state| state.faults.clear());
+        resume(&world).unwrap();
+        runs(&world, false);
+    }
+    for call in ["lock", "checkpoint"] {
+        let world = World::new(2, false).fault(call, Fault::Error(801), 1);
+        world.with(|state| {
+            state.is_cgroup = true;
+            state.deaths.push((call, INIT.pid));
+        });
+        let failure = suspend(&world).unwrap_err();
+        assert!(matches!(failure.left, Left::Running), "{call}: {failure}");
+        assert!(matches!(failure.cause, Cause::Driver { .. }), "{call}: {failure}");
+        runs(&world, false);
+    }
+    // Of all of it nothing is left.
+    let world = suspended_world(1, false);
+    world.with(|state| {
+        state.is_cgroup = true;
+        state.deaths.extend([("free", INIT.pid), ("free", 101)]);
+    });
+    // There is nothing to give back, or to come back to.
+    _ = resume(&world);
+    assert_eq!(entry(&world), None);
+}
+
+/// The driver restores the members of a job in the order in which they were CHECKPOINTED.
+#[test]
+fn a_job_of_which_a_part_is_suspended_is_not_checkpointed() {
+    for after in [After::LeaveRunning, After::Exit { by_criu: false }] {
+        let world = World::new(2, false).in_job();
+        suspend(&world).unwrap();
+        world.with(|state| {
+            state.processes.push(process(150, true));
+            state.cuda.insert(150, Running);
+            state.jobs.insert(150, 1);
+        });
+        let failure = checkpoint_of(&world, after).unwrap_err();
+        assert!(matches!(failure.left, Left::Running), "{failure}");
+        let said = failure.to_string();
+        assert!(said.contains("pid 150 (p150)") && said.contains("stasis resume"), "{said}");
+        assert_eq!(world.states(), [Checkpointed, Checkpointed, Running]);
+        assert_eq!(entry(&world).unwrap().stage, Stage::Suspended);
+        // All of it can be suspended, and resumed, and checkpointed then.
+        suspend(&world).unwrap();
+        is_suspended(&world, false);
+        checkpoint_of(&world, After::LeaveRunning).unwrap();
+        is_suspended(&world, false);
+        resume(&world).unwrap();
+        runs(&world, false);
+    }
+}
+
+#[test]
+fn an_image_of_a_suspended_job_has_its_order_and_not_that_of_the_pids() {
+    let world = World::new(1, false).in_job();
+    suspend(&world).unwrap();
+    world.with(|state| {
+        state.processes[0] = process(INIT.pid, true);
+        state.cuda.insert(INIT.pid, Running);
+        state.jobs.insert(INIT.pid, 1);
+    });
+    suspend(&world).unwrap();
+    checkpoint_of(&world, After::LeaveRunning).unwrap();
+    let manifest = world.with(|state| state.manifest.clone().unwrap());
+    let order: Vec<_> = manifest.processes.iter().map(|one| (one.order, one.pid)).collect();
+    assert_eq!(order, [(0, 2), (1, 1)]);
+    resume(&world).unwrap();
+    runs(&world, false);
+}
+
+#[test]
+fn a_job_that_something_else_has_suspended_is_not_checkpointed() {
+    let world = World::restored(2).in_job();
+    let checkpoint = |world: &World| checkpoint_of(world, After::LeaveRunning);
+    for done in [suspend(&world), checkpoint(&world)] {
+        let failure = done.unwrap_err();
+        assert!(matches!(failure.cause, Cause::JobOrder { .. }), "{failure}");
+        assert_eq!(world.states(), [Checkpointed, Checkpointed]);
+        assert_eq!(entry(&world), None);
+    }
 }
 
 #[test]

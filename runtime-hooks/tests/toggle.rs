@@ -252,7 +252,7 @@ fn suspend(world: &World) -> Result<Entry, Failure> {
 fn resume_suspended(world: &World, entry: &Entry) -> Result<(), Failure> {
     as_another_process(world);
     let mut progress = Progress::new(Phase::Preflight);
-    world.run(|parts| suspended::resume(parts, entry, None, &World::limits(), &mut progress))
+    world.run(|parts| suspended::resume(parts, entry, None, &[], &World::limits(), &mut progress))
 }
 
 #[test]

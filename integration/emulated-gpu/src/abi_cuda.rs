@@ -232,7 +232,8 @@ extern "C" fn cuMemGetInfo_v2(free: Out<'_, usize>, total: Out<'_, usize>) -> c_
     let body = || {
         let (size, used) = target::call(|gpu| {
             let index = gpu.current()?;
-            Ok((Settings::current()?.memory, StoreLock::take()?.used(index)))
+            let settings = Settings::current()?;
+            Ok((settings.memory, StoreLock::take()?.used(index, &settings)))
         })?;
         let bytes = |value: u64| usize::try_from(value).map_err(|_| CudaError::UNKNOWN);
         put(free, bytes(size.saturating_sub(used))?)?;

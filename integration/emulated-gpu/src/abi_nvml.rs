@@ -23,6 +23,7 @@ const UNINITIALIZED: NvmlError = NvmlError(1);
 const INVALID_ARGUMENT: NvmlError = NvmlError(2);
 const INSUFFICIENT_SIZE: NvmlError = NvmlError(7);
 const DRIVER_NOT_LOADED: NvmlError = NvmlError(9);
+const GPU_IS_LOST: NvmlError = NvmlError(15);
 const UNKNOWN: NvmlError = NvmlError(999);
 
 type Result<T> = std::result::Result<T, NvmlError>;
@@ -145,6 +146,7 @@ extern "C" fn nvmlErrorString(error: c_int) -> *const c_char {
         2 => c"Invalid Argument",
         7 => c"Insufficient Size",
         9 => c"Driver Not Loaded",
+        15 => c"GPU is lost",
         _ => c"Unknown Error",
     };
     text.as_ptr()
@@ -173,9 +175,15 @@ extern "C" fn nvmlDeviceGetCount_v2(count: Out<'_, c_uint>) -> c_int {
 
 #[unsafe(no_mangle)]
 extern "C" fn nvmlDeviceGetHandleByIndex_v2(index: c_uint, device: Out<'_, usize>) -> c_int {
-    let visible = settings().map(|settings| settings.visible());
-    let gpu = visible.and_then(|gpus| gpus.get(index as usize).copied().ok_or(INVALID_ARGUMENT));
-    put(device, gpu.map(|gpu| gpu as usize + 1))
+    let body = || {
+        let settings = settings()?;
+        let gpu = *settings.visible().get(index as usize).ok_or(INVALID_ARGUMENT)?;
+        if settings.lost_gpu == Some(gpu) {
+            return Err(GPU_IS_LOST);
+        }
+        Ok(gpu as usize + 1)
+    };
+    put(device, body())
 }
 
 #[unsafe(no_mangle)]
@@ -200,7 +208,7 @@ extern "C" fn nvmlDeviceGetMinorNumber(device: usize, minor: Out<'_, c_uint>) ->
 fn memory(device: usize) -> Result<MemoryInfo> {
     let settings = settings()?;
     let index = index(&settings, device)?;
-    let used = StoreLock::take().map_err(|_| UNKNOWN)?.used(index);
+    let used = StoreLock::take().map_err(|_| UNKNOWN)?.used(index, &settings);
     Ok(MemoryInfo { total: settings.memory, free: settings.memory.saturating_sub(used), used })
 }
 

@@ -7,6 +7,7 @@ use std::os::unix::fs::FileExt;
 use crate::cuda_error::{CudaError, Result};
 use crate::ipc::Exported;
 use crate::raw::{self, AnonMapping};
+use crate::settings::Settings;
 use crate::store::{Key, StoreLock};
 
 /// Device addresses are multiples of this, as on the real driver.
@@ -71,14 +72,14 @@ impl Memory {
         }
     }
 
-    /// Allocates device memory on a GPU that has `size` bytes.
-    pub(crate) fn allocate(&mut self, gpu: u32, bytes: u64, size: u64) -> Result<u64> {
+    /// Allocates device memory on a GPU.
+    pub(crate) fn allocate(&mut self, gpu: u32, bytes: u64, settings: &Settings) -> Result<u64> {
         if bytes == 0 {
             return Err(CudaError::INVALID_VALUE);
         }
         let address = self.next;
         let store = StoreLock::take()?;
-        store.reserve(gpu, bytes, size)?;
+        store.reserve(gpu, bytes, settings)?;
         store.create(&Key::own()?.entry().memory(gpu, address), bytes)?;
         self.device.insert(address, Allocation { gpu, bytes });
         self.next += bytes.div_ceil(ALIGNMENT) * ALIGNMENT;

@@ -26,7 +26,7 @@ use nix::errno::Errno;
 use nix::fcntl::{Flock, FlockArg};
 
 use crate::cuda_error::{CudaError, Result};
-use crate::settings::store_dir;
+use crate::settings::{Settings, store_dir};
 
 /// Names a process from inside and outside its pid namespace alike.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -213,15 +213,19 @@ impl StoreLock {
         Ok(Alive { lock: lock(file)? })
     }
 
-    /// Bytes in use on a GPU by all processes.
-    pub(crate) fn used(&self, gpu: u32) -> u64 {
-        self.users().iter().map(|user| user.bytes(gpu)).sum()
+    /// Bytes in use on a GPU by all processes, with what NVML shows of none.
+    pub(crate) fn used(&self, gpu: u32, settings: &Settings) -> u64 {
+        let of = |user: &User| {
+            let besides = if user.gpus.contains(&gpu) { settings.context_bytes } else { 0 };
+            user.bytes(gpu) + besides
+        };
+        self.users().iter().map(of).sum()
     }
 
-    /// Fails as the driver does if `bytes` more do not fit on a GPU of `size` bytes.
-    pub(crate) fn reserve(&self, gpu: u32, bytes: u64, size: u64) -> Result<()> {
-        match self.used(gpu).checked_add(bytes) {
-            Some(sum) if sum <= size => Ok(()),
+    /// Fails as the driver does if `bytes` more do not fit on a GPU.
+    pub(crate) fn reserve(&self, gpu: u32, bytes: u64, settings: &Settings) -> Result<()> {
+        match self.used(gpu, settings).checked_add(bytes) {
+            Some(sum) if sum <= settings.memory => Ok(()),
             _ => Err(CudaError::OUT_OF_MEMORY),
         }
     }

@@ -132,7 +132,7 @@ impl Gpu {
     /// Allocates on the current GPU.
     pub(crate) fn allocate(&mut self, bytes: u64) -> Result<u64> {
         let gpu = self.current()?;
-        self.memory.allocate(gpu, bytes, Settings::current()?.memory)
+        self.memory.allocate(gpu, bytes, &Settings::current()?)
     }
 
     /// Loads a module; the handle is its number.
@@ -563,7 +563,7 @@ impl RestoreThread {
         for index in indices(&devices) {
             let mine = gpu.memory.allocations().values();
             let need = mine.filter(|a| new_index(a.gpu) == index).map(|a| a.bytes).sum();
-            if let Err(error) = store.reserve(index, need, settings.memory) {
+            if let Err(error) = store.reserve(index, need, &settings) {
                 self.lost = true;
                 return Err(error);
             }

@@ -147,7 +147,8 @@ struct Ps {
 struct Suspend {
     #[command(flatten)]
     which: Which,
-    /// How long to wait for a moment without a kernel under way, such as 90s; then it runs on as before
+    /// How long to wait for a moment without a kernel under way, such as 90s; then it runs on as before. Not
+    /// with drivers 550 to 554, which wait as long as cuda.checkpoint-timeout and cuda.restore-timeout allow
     /// [default: the container's annotation dev.stasis.lock-timeout, or cuda.lock-timeout of the configuration,
     /// 60s]
     #[arg(long, value_name = "TIME", value_parser = stasis_config::duration::timeout)]

@@ -12,13 +12,20 @@ use super::suspend::put_right;
 use super::target::{Target, Tools};
 use super::{Resume, show};
 use crate::checkpoint::LOCK_PATIENCE;
+use crate::cuda::Gpu;
 use crate::discover::discover;
-use crate::error::chain;
+use crate::error::{Cause, chain};
 use crate::freezer::Freezer as _;
 use crate::journal::Entry;
 use crate::parts::Limits;
 use crate::remap::{self, Card, DeviceMap};
-use crate::{interrupt, spec, suspended};
+use crate::spec::{self, SpecError};
+use crate::{interrupt, suspended};
+
+/// How much is needed is a guess then, on the safe side.
+const NOT_NOTED: &str = "What it had on which GPU was not noted, as something else has suspended it: taken \
+                         for it is its largest mapping in host memory, on every GPU that it can see. What \
+                         has suspended it may resume it without looking for room";
 
 /// Resumes a container.
 pub(super) fn run(config: &Config, asked: &Resume) -> ExitCode {
@@ -47,9 +54,16 @@ fn resume(config: &Config, asked: &Resume) -> anyhow::Result<String> {
     };
     let map = devices(&target, &mut tools, &entry, asked)
         .map_err(|why| anyhow::anyhow!("container {id}: {why}; its CUDA is suspended as before"))?;
+    let seen = seen(&target, &mut tools);
     let shown = Shown::start(&format!("resume of container {id}"), target.journal(config));
     let mut progress = shown.progress();
-    suspended::resume(&mut tools.parts(), &entry, map, &limits, &mut progress)?;
+    let done = suspended::resume(&mut tools.parts(), &entry, map, &seen, &limits, &mut progress);
+    done.map_err(|failure| match &failure.cause {
+        Cause::NoRoom { .. } if entry.processes.iter().any(|noted| noted.uses.gpus.is_empty()) => {
+            anyhow::anyhow!("{failure}. {NOT_NOTED}")
+        }
+        _ => failure.into(),
+    })?;
     let took = shown.elapsed();
     drop(shown);
     Ok(said(asked, id, Some((entry.processes.len(), took))))
@@ -79,13 +93,7 @@ fn devices(
             remap::FIRST_BRANCH
         ));
     }
-    let cards = if target.place.is_some() {
-        let spec = spec::load(&target.container.bundle).map_err(|error| chain(&error))?;
-        remap::cards(&spec, &facts.gpus)
-    } else {
-        // All that the host has.
-        facts.gpus.iter().map(Card::from).collect()
-    };
+    let cards = cards(target, &facts.gpus).map_err(|error| chain(&error))?;
     let wanted = match (&asked.to, &asked.device_map) {
         (Some(to), _) => {
             let gpus = entry.processes.iter().flat_map(|noted| &noted.uses.gpus);
@@ -104,6 +112,22 @@ fn devices(
         (None, None) => DeviceMap::new(),
     };
     remap::plan(&cards, &cards, &wanted).map(Some)
+}
+
+/// The GPUs that its processes can see.
+fn cards(target: &Target, host: &[Gpu]) -> Result<Vec<Card>, SpecError> {
+    if target.place.is_none() {
+        return Ok(host.iter().map(Card::from).collect());
+    }
+    Ok(remap::cards(&spec::load(&target.container.bundle)?, host))
+}
+
+/// The same by UUID; all of the host where it is not known.
+fn seen(target: &Target, tools: &mut Tools) -> Vec<String> {
+    let host = tools.parts().driver.facts().map(|facts| facts.gpus).unwrap_or_default();
+    let cards = cards(target, &host).ok().filter(|cards| !cards.is_empty());
+    let cards = cards.unwrap_or_else(|| host.iter().map(Card::from).collect());
+    cards.into_iter().map(|card| card.uuid).collect()
 }
 
 /// Suspended by somebody who leaves no journal.

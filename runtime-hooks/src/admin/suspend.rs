@@ -10,6 +10,7 @@ use super::progress::Shown;
 use super::target::{Target, Tools};
 use super::{Suspend, show};
 use crate::checkpoint::LOCK_PATIENCE;
+use crate::cuda::Steps;
 use crate::discover::discover;
 use crate::journal::{Entry, JournalFile, Noted, Stage};
 use crate::parts::{Limits, Parts};
@@ -47,6 +48,13 @@ fn suspend(config: &Config, asked: &Suspend) -> anyhow::Result<String> {
         earlier: earlier.as_ref(),
         limits,
     };
+    if tools.parts().driver.steps().is_ok_and(|steps| steps == Steps::Toggle) {
+        eprintln!(
+            "stasis: suspend of container {id}: this driver locks and checkpoints in one step. It waits for \
+             kernels under way up to {}, whatever the timeout, and cannot be interrupted meanwhile",
+            show::seconds(config.cuda.checkpoint_timeout + config.cuda.restore_timeout)
+        );
+    }
     let shown = Shown::start(&format!("suspend of container {id}"), target.journal(config));
     let mut progress = shown.progress();
     let done = suspended::suspend(&mut tools.parts(), &request, cuda, &mut progress)?;

@@ -12,7 +12,7 @@ use stasis_config::{Annotations, Config};
 
 use super::Which;
 use crate::child::Program;
-use crate::container::Container;
+use crate::container::{Cgroup, Container};
 use crate::containers::{self, CGROUPS, Place};
 use crate::cuda::client::HelperDriver;
 use crate::freezer::Freezer as _;
@@ -159,12 +159,16 @@ impl Tools {
         let mut journal = target.journal(config);
         target.recognise(&mut journal)?;
         let (directory, init) = (&container.cgroup.directory, container.init.pid);
-        let runtime: Box<dyn Runtime> = match &target.place {
-            Some(place) => Box::new(runtime_of(place, &container, config)?),
-            None => Box::new(Signals { container: container.clone() }),
+        let processes = CgroupProcesses::new(directory, init)?;
+        let (runtime, processes): (Box<dyn Runtime>, _) = if let Some(place) = &target.place {
+            (Box::new(runtime_of(place, &container, config)?), processes)
+        } else {
+            let processes = processes.without_init();
+            let cgroup = container.cgroup.clone();
+            (Box::new(Signals { processes: processes.clone(), cgroup }), processes)
         };
         Ok(Self {
-            processes: CgroupProcesses::new(directory, init)?,
+            processes,
             driver: HelperDriver::new(Program::this(), &config.cuda),
             hold: Tracer::new(Program::this(), Some(container.cgroup.clone())),
             memory: HostMemoryOf::new(init, config.cuda.check_host_memory),
@@ -220,7 +224,8 @@ fn runtime_of(place: &Place, container: &Container, config: &Config) -> anyhow::
 
 /// In place of a runtime for a cgroup, which none has.
 struct Signals {
-    container: Container,
+    processes: CgroupProcesses,
+    cgroup: Cgroup,
 }
 
 impl Signals {
@@ -246,7 +251,7 @@ impl Runtime for Signals {
     }
 
     fn resume(&mut self) -> Result<(), RuncError> {
-        let thawed = self.container.cgroup.thaw();
+        let thawed = self.cgroup.thaw();
         thawed.map_err(|error| RuncError {
             how: crate::error::chain(&error),
             ..Self::cannot("resume")
@@ -255,9 +260,7 @@ impl Runtime for Signals {
 
     fn kill(&mut self) -> Result<(), RuncError> {
         let failed = |how: String| RuncError { how, ..Self::cannot("kill") };
-        let (directory, init) = (&self.container.cgroup.directory, self.container.init.pid);
-        let list = CgroupProcesses::new(directory, init).and_then(|processes| processes.list());
-        let list = list.map_err(|error| failed(crate::error::chain(&error)))?;
+        let list = self.processes.list().map_err(|error| failed(crate::error::chain(&error)))?;
         // Nobody has said that all of the cgroup is one thing.
         for process in list.into_iter().filter(Process::is_candidate) {
             let _ = kill(NixPid::from_raw(process.id.pid), Signal::SIGKILL);
@@ -276,7 +279,7 @@ impl Runtime for Signals {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::container::{Cgroup, CgroupVersion};
+    use crate::container::CgroupVersion;
     use std::time::Duration;
 
     const ENDED: ProcessId = ProcessId { pid: i32::MAX, start_time: 1 };

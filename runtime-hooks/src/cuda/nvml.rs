@@ -3,9 +3,9 @@
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
-use nvml_wrapper::Nvml;
 use nvml_wrapper::enums::device::UsedGpuMemory;
 use nvml_wrapper::error::NvmlError;
+use nvml_wrapper::{Device, Nvml};
 
 use super::{Gpu, GpuUse, search};
 use crate::processes::Pid;
@@ -31,8 +31,7 @@ impl Monitor {
     }
 
     pub(super) fn gpus(&self) -> Result<Vec<Gpu>, NvmlError> {
-        let gpu = |index| -> Result<Gpu, NvmlError> {
-            let device = self.nvml.device_by_index(index)?;
+        self.of_each(|index, device| {
             Ok(Gpu {
                 index,
                 uuid: device.uuid()?,
@@ -40,34 +39,36 @@ impl Monitor {
                 memory_bytes: device.memory_info()?.total,
                 minor: device.minor_number().ok(),
             })
-        };
-        // One that has fallen off the bus does not answer: the others are there nevertheless.
-        let answers = |index| {
-            let found = gpu(index);
+        })
+    }
+
+    /// What each GPU answers. One that has fallen off the bus does not: the others are there nevertheless.
+    fn of_each<T>(
+        &self,
+        ask: impl Fn(u32, &Device<'_>) -> Result<T, NvmlError>,
+    ) -> Result<Vec<T>, NvmlError> {
+        let answer = |index| {
+            let found = self.nvml.device_by_index(index).and_then(|device| ask(index, &device));
             found.inspect_err(|error| tracing::warn!(index, %error, "a GPU does not answer")).ok()
         };
-        Ok((0..self.nvml.device_count()?).filter_map(answers).collect())
+        Ok((0..self.nvml.device_count()?).filter_map(answer).collect())
     }
 
-    /// Free bytes by UUID.
+    /// Free bytes by UUID, of the GPUs that answer.
     pub(super) fn free_memory(&self) -> Result<BTreeMap<String, u64>, NvmlError> {
-        (0..self.nvml.device_count()?)
-            .map(|index| {
-                let device = self.nvml.device_by_index(index)?;
-                Ok((device.uuid()?, device.memory_info()?.free))
-            })
-            .collect()
+        let free = self.of_each(|_, device| Ok((device.uuid()?, device.memory_info()?.free)))?;
+        Ok(free.into_iter().collect())
     }
 
-    /// The GPUs on which each of `pids` has a context. NVML names processes by their pid in the
+    /// The GPUs that answer on which each of `pids` has a context. NVML names processes by their pid in the
     /// pid namespace of the caller.
     pub(super) fn usage(&self, pids: &[Pid]) -> Result<BTreeMap<Pid, GpuUse>, NvmlError> {
         let mut usage: BTreeMap<Pid, GpuUse> =
             pids.iter().map(|pid| (*pid, GpuUse::default())).collect();
-        for index in 0..self.nvml.device_count()? {
-            let device = self.nvml.device_by_index(index)?;
-            let uuid = device.uuid()?;
-            for process in device.running_compute_processes()? {
+        let all =
+            self.of_each(|_, device| Ok((device.uuid()?, device.running_compute_processes()?)))?;
+        for (uuid, processes) in all {
+            for process in processes {
                 let Ok(pid) = Pid::try_from(process.pid) else {
                     continue;
                 };

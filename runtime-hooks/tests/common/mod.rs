@@ -131,6 +131,16 @@ pub struct State {
     pub bytes: BTreeMap<Pid, u64>,
     /// What GPU-0 has, if that matters.
     pub gpu_bytes: Option<u64>,
+    /// What each takes of a GPU beside that, which NVML says of no process.
+    pub besides: u64,
+    /// This GPU has fallen off the bus.
+    pub silent_gpu: Option<&'static str>,
+    /// The largest mapping of each; none that is not here.
+    pub mappings: BTreeMap<Pid, u64>,
+    /// All of it is a cgroup that a person has named.
+    pub is_cgroup: bool,
+    /// The members of jobs that are CHECKPOINTED, in that order, in which alone they can be restored.
+    pub waiting_members: Vec<Pid>,
     /// Which GPUs' locks were asked for.
     pub gpus_locked: Vec<Vec<String>>,
     /// Somebody else pauses the container when the named call is made.
@@ -225,6 +235,11 @@ impl World {
             host_memory_taken_at: None,
             bytes: BTreeMap::new(),
             gpu_bytes: None,
+            besides: 0,
+            silent_gpu: None,
+            mappings: BTreeMap::new(),
+            is_cgroup: false,
+            waiting_members: Vec::new(),
             gpus_locked: Vec::new(),
             paused_at: None,
             paused_by_other: false,
@@ -407,6 +422,25 @@ impl World {
         }
     }
 
+    fn move_member(state: &mut State, name: &str, pid: Pid) {
+        state.waiting_members.retain(|member| *member != pid);
+        if name == "checkpoint" && state.jobs.contains_key(&pid) {
+            state.waiting_members.push(pid);
+        }
+    }
+
+    fn grant_late(state: &mut State) {
+        if state.ranks_run {
+            Self::launch(state);
+        }
+        let least = state.launched.values().min().copied().unwrap_or_default();
+        let (waiting, granted): (Vec<Pid>, Vec<Pid>) = std::mem::take(&mut state.late)
+            .into_iter()
+            .partition(|pid| state.launched.get(pid).is_some_and(|own| *own > least));
+        state.late = waiting;
+        state.cuda.extend(granted.into_iter().map(|pid| (pid, CudaState::Locked)));
+    }
+
     fn act(
         &self,
         call: Call,
@@ -446,15 +480,7 @@ impl World {
                 assert!(!driver_is_held, "lock without cuda-EvtHandlr would hang");
             }
             if name == "lock" && !matches!(fault, Some(Fault::Crash)) {
-                if state.ranks_run {
-                    Self::launch(state);
-                }
-                let least = state.launched.values().min().copied().unwrap_or_default();
-                let (waiting, granted): (Vec<Pid>, Vec<Pid>) = std::mem::take(&mut state.late)
-                    .into_iter()
-                    .partition(|pid| state.launched.get(pid).is_some_and(|own| *own > least));
-                state.late = waiting;
-                state.cuda.extend(granted.into_iter().map(|pid| (pid, CudaState::Locked)));
+                Self::grant_late(state);
             } else if name == "lock" && state.granted_late {
                 state.late = pids.to_vec();
             }
@@ -490,6 +516,11 @@ impl World {
                     } else if name == "restore" && state.no_room.contains(pid) {
                         // Measured: once, and then never again.
                         refused(if state.lost.insert(*pid) { 2 } else { 304 })
+                    } else if name == "restore"
+                        && state.jobs.contains_key(pid)
+                        && state.waiting_members.first().is_some_and(|first| first != pid)
+                    {
+                        refused(1)
                     } else if name == "restore" && state.stuck.contains(pid) {
                         refused(999)
                     } else if name == "restore" && !state.map.is_empty() && to_gpu.is_none() {
@@ -501,6 +532,7 @@ impl World {
                             if let ("restore", Some(gpu)) = (name, to_gpu) {
                                 state.memory_at.insert(*pid, gpu.clone());
                             }
+                            Self::move_member(state, name, *pid);
                             state.cuda.insert(*pid, to);
                         }
                         match fault {
@@ -836,14 +868,17 @@ impl Driver for World {
         let none = self.note("free").is_some() || taken;
         let on_gpu: u64 = self.with(|state| {
             let there = state.cuda.iter().filter(|(_, now)| **now != CudaState::Checkpointed);
-            there.map(|(pid, _)| state.bytes.get(pid).copied().unwrap_or(100)).sum()
+            let bytes = |pid: &Pid| state.bytes.get(pid).copied().unwrap_or(100) + state.besides;
+            there.map(|(pid, _)| bytes(pid)).sum()
         });
         let free = match self.with(|state| state.gpu_bytes) {
             _ if none => 0,
             Some(all) => all.saturating_sub(on_gpu),
             None => 1000,
         };
-        Some([("GPU-0".to_owned(), free), ("GPU-1".to_owned(), 1000)].into())
+        let all = [("GPU-0".to_owned(), free), ("GPU-1".to_owned(), 1000)].into_iter();
+        let silent = self.with(|state| state.silent_gpu);
+        Some(all.filter(|(uuid, _)| Some(uuid.as_str()) != silent).collect())
     }
 }
 
@@ -938,6 +973,14 @@ impl Processes for World {
 
     fn alive(&self, id: ProcessId) -> bool {
         self.with(|state| state.processes.iter().any(|process| process.id == id))
+    }
+
+    fn have_init(&self) -> bool {
+        !self.with(|state| state.is_cgroup)
+    }
+
+    fn largest_mapping(&self, id: ProcessId) -> Option<u64> {
+        self.with(|state| state.mappings.get(&id.pid).copied())
     }
 
     fn ending(&self, id: ProcessId) -> bool {

@@ -10,7 +10,7 @@ use anyhow::{Context as _, Result, ensure};
 use stasis_integration::case::Case;
 use stasis_integration::runtime::Settings;
 use stasis_integration::udp::{self, Question};
-use stasis_integration::{command, leaks};
+use stasis_integration::{command, leaks, wait};
 
 use super::killed::kill;
 use super::{LIMIT, SILENCE, Stasis, says};
@@ -306,7 +306,21 @@ fn by_cgroup_without_its_oldest(case: &Case<'_>) -> Result<()> {
     let cgroup = alone.cgroup.clone();
     first.join(&alone)?;
     stasis.run(&["suspend", "--cgroup", &cgroup])?;
+    // While room is waited for.
+    case.gpu.configure(&["memory=1048576"])?;
+    let said = case.path("resume");
+    let mut resume = stasis.command(&["resume", "--cgroup", &cgroup, "--timeout", "2s"]);
+    let mut resume = resume.stderr(fs::File::create(&said)?).spawn()?;
+    let begun = || Ok(fs::read_to_string(&said)?.contains(": cuda-restore").then_some(()));
+    wait::until("the resume", LIMIT, begun)?;
     drop(first);
+    let ended = command::wait(&mut resume, LIMIT)?;
+    ensure!(
+        ended.is_some_and(|status| status.code() == Some(1)),
+        "the resume ended with {ended:?}"
+    );
+    says(&fs::read_to_string(&said)?, &["MiB are needed", "is suspended and nothing is lost"])?;
+    case.gpu.configure(&["memory=1073741824"])?;
     says(&stasis.run(&["suspend", "--cgroup", &cgroup])?, &["is suspended already"])?;
     says(&stasis.run(&["repair"])?, &["is suspended by stasis suspend"])?;
     // An older one than those that are there.

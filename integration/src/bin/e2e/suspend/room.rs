@@ -28,6 +28,9 @@ pub(super) fn tests() -> Vec<Test> {
         Test::new("two_resumes_at_once", at_once),
         Test::new("resume_interrupted", interrupted),
         Test::new("host_memory", host_memory),
+        Test::new("room_for_what_nvml_does_not_show", besides),
+        Test::new("room_where_another_gpu_is_lost", another_is_lost),
+        Test::new("resume_without_room_of_one_suspended_by_nvidias_command", by_nvidias_command),
     ]
 }
 
@@ -167,6 +170,70 @@ fn host_memory(case: &Case<'_>) -> Result<()> {
     stasis.run(&["suspend", &id])?;
     stasis.run(&["resume", &id])?;
     case.expect(&id, 104)
+}
+
+/// Of what a process takes of a GPU, NVML shows a little less: a restore that lacks that is final, too.
+fn besides(case: &Case<'_>) -> Result<()> {
+    const CONTEXT: u64 = 6;
+    case.gpu.configure(&[
+        &format!("memory={}", ALL << 20),
+        &format!("context-bytes={}", CONTEXT << 20),
+    ])?;
+    let stasis = Stasis::new(case);
+    let first = case.start_counter(&["--pattern-mib", "20"])?;
+    stasis.run(&["suspend", &first])?;
+    // It leaves what NVML has said of the first, and 3 MiB more.
+    let rest = ALL - 20 - 3 - CONTEXT;
+    let second = case.start_counter(&["--pattern-mib", &rest.to_string()])?;
+    let error = stasis.fails(&["resume", &first, "--timeout", "500ms"])?;
+    says(&error, &["MiB are needed", "is suspended and nothing is lost"])?;
+    stasis.expect_waiting(&first)?;
+    case.remove(&second)?;
+    stasis.run(&["resume", &first])?;
+    case.expect(&first, 102)
+}
+
+/// It is looked for room on those that answer.
+fn another_is_lost(case: &Case<'_>) -> Result<()> {
+    case.gpu.count(2)?;
+    let (stasis, first, second) = two(case)?;
+    case.gpu.configure(&["lost-gpu=1"])?;
+    let error = stasis.fails(&["resume", &first, "--timeout", "500ms"])?;
+    says(&error, &["MiB are needed", "is suspended and nothing is lost"])?;
+    stasis.expect_waiting(&first)?;
+    stasis.run(&["suspend", &second])?;
+    stasis.run(&["resume", &first])?;
+    case.expect(&first, 102)?;
+    // And what needs the lost one waits for it.
+    stasis.run(&["suspend", &first])?;
+    case.gpu.configure(&["lost-gpu=0"])?;
+    let error = stasis.fails(&["resume", &second, "--timeout", "500ms"])?;
+    says(&error, &[&case.gpu.uuid(0), "does not answer", "is suspended and nothing is lost"])?;
+    case.gpu.configure(&["lost-gpu=7"])?;
+    stasis.run(&["resume", &second])?;
+    case.expect(&second, 102)
+}
+
+/// Nobody has noted what it needs.
+fn by_nvidias_command(case: &Case<'_>) -> Result<()> {
+    case.gpu.configure(&[&format!("memory={}", ALL << 20)])?;
+    let (stasis, first) = (Stasis::new(case), start(case)?);
+    let pid = case.pid(&first)?.to_string();
+    command::succeed(&mut case.utility(&["--toggle", "--pid", &pid]), LIMIT)?;
+    let second = start(case)?;
+    let error = stasis.fails(&["resume", &first, "--timeout", "500ms"])?;
+    says(
+        &error,
+        &[
+            "MiB are needed",
+            "is suspended and nothing is lost",
+            "was not noted",
+            "its largest mapping in host memory",
+        ],
+    )?;
+    case.remove(&second)?;
+    stasis.run(&["resume", &first])?;
+    case.expect(&first, 102)
 }
 
 /// Until its time is over.

@@ -20,6 +20,7 @@ pub(super) fn tests() -> Vec<Test> {
         Test::new("job_by_annotation", |case| in_job(case, true)),
         Test::new("job_by_itself", |case| in_job(case, false)),
         Test::new("job_checkpointed", job_checkpointed),
+        Test::new("job_with_one_that_began_since", began_since),
         Test::new("shared_without_job_refused", refused),
         Test::new("ranks_that_wait_for_each_other", |case| ranks(case, ALLOW)),
         Test::new("ranks_in_a_job", |case| ranks(case, FILE)),
@@ -73,6 +74,37 @@ fn job_checkpointed(case: &Case<'_>) -> Result<()> {
     group.expect(case.pid(&id)?)?;
     stasis.run(&["suspend", &id])?;
     stasis.expect_suspended(&id, 4)?;
+    stasis.run(&["resume", &id])?;
+    group.expect(case.pid(&id)?)
+}
+
+/// A member that begins while the others are suspended could come back only after them.
+fn began_since(case: &Case<'_>) -> Result<()> {
+    let (id, mut group) = start(case, true)?;
+    let stasis = Stasis::new(case);
+    stasis.run(&["suspend", &id])?;
+    let counter = "/bin/counter --port 0 --ready /tmp/ready >/dev/null 2>&1 </dev/null &";
+    case.ctr().run(["tasks", "exec", "--exec-id", "late", &id, "/bin/sh", "-c", counter])?;
+    wait::until("the late one", LIMIT, || Ok(case.read(&id, "/tmp/ready").ok()))?;
+    let image = |name: &str| Checkpoint { image: Some(case.path(name)), ..Checkpoint::default() };
+    let error = case.checkpoint_fails(&id, &image("refused"))?;
+    says(
+        &error,
+        &["(counter): has begun to use CUDA since pid", "stasis resume the container first"],
+    )?;
+    let seen = stasis.seen(&id)?.unwrap_or_default();
+    let states = seen["processes"].as_array().into_iter().flatten().map(|one| &one["state"]);
+    let states: Vec<_> = states.filter_map(|state| state.as_str()).collect();
+    let count = |wanted: &str| states.iter().filter(|state| **state == wanted).count();
+    ensure!((count("suspended"), count("running")) == (4, 1), "{seen}");
+    // With the late one last all of it is suspended, checkpointed, restored and resumed.
+    says(&stasis.run(&["suspend", &id])?, &["is suspended: 5 processes in"])?;
+    case.checkpoint(&id, &image("image"))?;
+    stasis.expect_suspended(&id, 5)?;
+    case.cycle(&id)?;
+    stasis.expect_running(&id, 5)?;
+    group.expect(case.pid(&id)?)?;
+    stasis.run(&["suspend", &id])?;
     stasis.run(&["resume", &id])?;
     group.expect(case.pid(&id)?)
 }
