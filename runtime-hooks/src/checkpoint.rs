@@ -103,7 +103,13 @@ pub fn checkpoint(
     };
     let made = suspended.and_then(|()| dump(parts, request, &entry, &cuda, &facts, &mut progress));
     if let Err(cause) = made {
-        return Err(fail(parts, OPERATION, &entry, progress.phase(), cause, &request.limits));
+        let (phase, limits) = (progress.phase(), &request.limits);
+        if !ended_by_criu(request, phase, &cause) {
+            return Err(fail(parts, OPERATION, &entry, phase, cause, limits));
+        }
+        // That it is gone is no reason then.
+        let failure = fail(parts, OPERATION, &entry, phase, Cause::Gone, limits);
+        return Err(Failure { cause, ..failure });
     }
 
     match request.after {
@@ -111,6 +117,16 @@ pub fn checkpoint(
         After::LeaveRunning if entry.frozen => await_resume(parts, request, entry),
         After::LeaveRunning => go_on(parts, request, entry),
     }
+}
+
+/// Whether CRIU has ended the container, as it was asked to, before this went wrong.
+fn ended_by_criu(request: &Request<'_>, phase: Phase, cause: &Cause) -> bool {
+    let dumped = match phase {
+        Phase::CriuDump => matches!(cause, Cause::Ended { .. }),
+        Phase::Sync | Phase::Manifest => true,
+        _ => false,
+    };
+    dumped && matches!(request.after, After::Exit { by_criu: true })
 }
 
 /// The CUDA processes of a paused container that awaits its Resume: they are CHECKPOINTED, and
@@ -309,7 +325,8 @@ fn dump(
         });
     if let Some(ended) = missing.first() {
         let who = ended.who();
-        if !by_criu {
+        // In a job it stands in the job file, and the others cannot be restored without it.
+        if !by_criu || entry.job.is_some() {
             return Err(Cause::Ended { who });
         }
         // The container is gone: what there is of it is better than nothing.

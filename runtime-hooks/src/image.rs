@@ -9,6 +9,7 @@ use stasis_config::manifest::JOB_FILE;
 use stasis_config::{Manifest, ManifestError};
 
 use crate::error::Cause;
+use crate::files::open_regular;
 use crate::processes::Pid;
 
 /// The image of a checkpoint.
@@ -17,7 +18,8 @@ pub trait Image {
     /// whole afterwards.
     fn prepare(&mut self) -> Result<(), Cause>;
     /// The dump begins: what we wrote for an earlier checkpoint is removed, so that a dump that fails
-    /// half-way cannot be taken for whole.
+    /// half-way cannot be taken for whole. So is what CRIU wrote of its processes, which would be
+    /// taken for this one's.
     fn begin(&mut self) -> Result<(), Cause>;
     /// Whether CRIU has written the process with this pid inside.
     fn has_process(&self, inner_pid: Pid) -> bool;
@@ -71,7 +73,18 @@ impl Image for ImageDirectory {
     }
 
     fn begin(&mut self) -> Result<(), Cause> {
-        forget(&self.0)
+        forget(&self.0)?;
+        // Not in `forget`: where the runtime goes on alone it may yet refuse, and leave the earlier image
+        // as it is.
+        let failed =
+            |error| self.error("cannot be cleared of an earlier checkpoint's processes", &error);
+        for entry in fs::read_dir(&self.0).map_err(failed)? {
+            let entry = entry.map_err(failed)?;
+            if entry.file_name().to_str().is_some_and(is_process) {
+                fs::remove_file(entry.path()).map_err(failed)?;
+            }
+        }
+        Ok(())
     }
 
     fn sync(&mut self) -> Result<(), Cause> {
@@ -110,6 +123,13 @@ pub fn forget(image: &Path) -> Result<(), Cause> {
         }),
         _ => Ok(()),
     }
+}
+
+/// Whether a file of CRIU's is a process, or a thread of one.
+fn is_process(name: &str) -> bool {
+    name.strip_prefix("core-")
+        .and_then(|rest| rest.strip_suffix(".img"))
+        .is_some_and(|id| !id.is_empty() && id.bytes().all(|byte| byte.is_ascii_digit()))
 }
 
 /// What CRIU's list of files names if a process maps it, whatever its version.
@@ -160,12 +180,8 @@ pub(crate) fn without_mark() -> String {
 
 /// Whether a file contains the bytes.
 fn mentions(path: &Path, needle: &[u8]) -> bool {
-    let flags = nix::libc::O_NOFOLLOW | nix::libc::O_NONBLOCK;
-    let Ok(file) = OpenOptions::new().read(true).custom_flags(flags).open(path) else {
-        return false;
-    };
-    file.metadata().is_ok_and(|metadata| metadata.is_file())
-        && contains(file, needle).unwrap_or(false)
+    let Ok(Some(file)) = open_regular(path) else { return false };
+    contains(file, needle).unwrap_or(false)
 }
 
 /// Whether the bytes are in it. CRIU's images hold names of files and plugins as plain bytes, so
@@ -225,6 +241,44 @@ mod tests {
         image.begin().unwrap();
         image.sync().unwrap();
         assert_eq!(fs::read_dir(&path).unwrap().count(), 0);
+    }
+
+    #[test]
+    fn processes_of_an_earlier_dump_are_not_taken_for_this_ones() {
+        let directory = tempfile::tempdir().unwrap();
+        let mut image = ImageDirectory::new(directory.path().to_owned());
+        let others = ["core-.img", "core-x7.img", "core-7.img.old", "files.img", "pages-1.img"];
+        for name in others.iter().chain(&["core-7.img", "core-19.img"]) {
+            fs::write(directory.path().join(name), "").unwrap();
+        }
+        image.prepare().unwrap();
+        assert!(image.has_process(7) && image.has_process(19));
+        image.begin().unwrap();
+        assert!(!image.has_process(7) && !image.has_process(19));
+        assert_eq!(fs::read_dir(directory.path()).unwrap().count(), others.len());
+        // Another's checkpoint, that the runtime may yet refuse.
+        fs::write(directory.path().join("core-7.img"), "").unwrap();
+        forget(directory.path()).unwrap();
+        assert!(image.has_process(7));
+    }
+
+    #[test]
+    fn what_is_no_regular_file_is_not_opened() {
+        let directory = tempfile::tempdir().unwrap();
+        let fifo = directory.path().join("files.img");
+        nix::unistd::mkfifo(&fifo, nix::sys::stat::Mode::S_IRWXU).unwrap();
+        // Waits until somebody opens it for reading.
+        let path = fifo.clone();
+        let writer = std::thread::spawn(move || File::options().write(true).open(path).map(drop));
+        let while_it_waits = || std::thread::sleep(std::time::Duration::from_millis(100));
+        while_it_waits();
+        assert!(!mentions(&fifo, LIBCUDA));
+        while_it_waits();
+        assert!(!writer.is_finished(), "it was opened");
+        let flags = nix::libc::O_NONBLOCK;
+        let reader = OpenOptions::new().read(true).custom_flags(flags).open(&fifo).unwrap();
+        writer.join().unwrap().unwrap();
+        drop(reader);
     }
 
     #[test]

@@ -81,6 +81,16 @@ fn with_tcp_criu_kills_and_the_manifest_comes_last() {
 }
 
 #[test]
+fn what_fails_when_criu_has_killed_is_not_taken_for_somebodys_kill() {
+    for call in ["sync", "finish"] {
+        let world = World::new(1, false).fault(call, Fault::Error(1), 1);
+        let failure = take(&world, After::Exit { by_criu: true }).unwrap_err();
+        assert!(matches!(failure.left, Left::Gone), "{failure}");
+        assert!(failure.to_string().contains("no space left on device"), "{failure}");
+    }
+}
+
+#[test]
 fn cuda_that_exec_has_started_is_refused_since_criu_does_not_dump_it() {
     let world = World::new(2, false);
     world.with(|state| state.processes[2].parent = 7);

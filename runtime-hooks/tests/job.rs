@@ -9,11 +9,13 @@ use stasis_config::{Annotations, Manifest};
 use stasis_hooks::checkpoint::{After, Request, again, checkpoint, parked};
 use stasis_hooks::cuda::{CudaState, GpuUse};
 use stasis_hooks::discover::discover;
-use stasis_hooks::error::{Cause, Failure, Left};
+use stasis_hooks::error::{Cause, Failure, Left, Phase};
 use stasis_hooks::job::{Membership, find};
-use stasis_hooks::journal::{Entry, Noted};
-use stasis_hooks::processes::Pid;
+use stasis_hooks::journal::{Entry, Noted, Stage};
+use stasis_hooks::parts::Progress;
+use stasis_hooks::processes::{Pid, Process};
 use stasis_hooks::resume::{repair, resume};
+use stasis_hooks::suspended;
 
 const EXIT: After = After::Exit { by_criu: false };
 
@@ -212,6 +214,70 @@ fn a_file_that_cannot_be_used_is_named() {
     assert!(failure.to_string().contains(expected), "{failure}");
     let world = World::new(1, true).in_job().fault("job-files", Fault::Hang, 1);
     assert!(matches!(take(&world, EXIT).unwrap_err().left, Left::Untouched));
+}
+
+/// Process 160 holds the job file for `member`. It was started by exec, or descends from the first one.
+fn held_for(member: Pid, by_exec: bool) -> World {
+    let world = World::new(2, false).in_job();
+    world.with(|state| {
+        let parent = if by_exec { 7 } else { INIT.pid };
+        state.processes.push(Process { parent, ..process(160, false) });
+        state.holders.insert(member, 160);
+    });
+    world
+}
+
+#[test]
+fn a_file_that_is_held_by_what_criu_does_not_dump_is_not_there_after_a_restore() {
+    let expected = |failure: &Failure, member: Pid| {
+        let said = failure.to_string();
+        let member = format!("pid {member} (p{member}): names a job file /proc/self/fd/1 that is");
+        assert!(said.contains(&member), "{said}");
+        assert!(said.contains("held by pid 160 (p160), which was started in the"), "{said}");
+    };
+    for member in [101, 102] {
+        let world = held_for(member, true);
+        let failure = take(&world, EXIT).unwrap_err();
+        assert!(matches!(failure.left, Left::Untouched), "{failure}");
+        expected(&failure, member);
+        take(&held_for(member, false), EXIT).unwrap();
+    }
+
+    // One that begins meanwhile.
+    let world = held_for(150, true);
+    world.with(|state| {
+        state.births.push(("lock", 0, process(150, true)));
+        state.jobs.insert(150, 1);
+    });
+    let failure = take(&world, EXIT).unwrap_err();
+    assert!(matches!(failure.left, Left::Running), "{failure}");
+    expected(&failure, 150);
+    assert_eq!(world.states(), [CudaState::Running; 3]);
+}
+
+#[test]
+fn a_suspension_does_not_mind_who_holds_the_file() {
+    let world = held_for(101, true);
+    world.with(|state| {
+        state.holders.insert(150, 160);
+        state.births.push(("lock", 0, process(150, true)));
+        state.jobs.insert(150, 1);
+    });
+    world.run(|parts| {
+        let cuda = discover(parts).unwrap();
+        let request = suspended::Request {
+            container: &World::container(),
+            annotations: &Annotations::default(),
+            minimum_driver: 610,
+            given_job: false,
+            earlier: None,
+            limits: World::limits(),
+        };
+        let mut progress = Progress::new(Phase::Preflight);
+        suspended::suspend(parts, &request, cuda, &mut progress).unwrap();
+    });
+    assert_eq!(world.states(), [CudaState::Checkpointed; 3]);
+    assert_eq!(world.with(|state| state.entry.clone()).unwrap().stage, Stage::Suspended);
 }
 
 #[test]
@@ -459,6 +525,13 @@ fn a_member_that_ends_meanwhile_fails_the_checkpoint() {
         );
         assert_eq!(world.states(), [CudaState::Running], "{call}");
     }
+    // Also where CRIU has ended the others.
+    let world = World::new(2, false).in_job();
+    world.with(|state| state.deaths.push(("dump", 102)));
+    let failure = take(&world, After::Exit { by_criu: true }).unwrap_err();
+    assert!(failure.to_string().contains("pid 102 (p102): ended meanwhile"), "{failure}");
+    assert!(matches!(failure.left, Left::Gone), "{failure}");
+    assert!(!world.with(|state| state.image_is_whole));
 }
 
 #[test]

@@ -8,11 +8,12 @@ use std::path::{Path, PathBuf};
 
 use nix::errno::Errno;
 use nix::fcntl::{AtFlags, OFlag, open, openat};
-use nix::sys::stat::{FileStat, Mode, SFlag, fstat, fstatat};
+use nix::sys::stat::{FileStat, Mode, fstatat};
 use stasis_config::manifest::{JOB_FILE, MANIFEST_FILE};
 use stasis_config::{Manifest, ManifestError};
 
 use super::source::{List, Source, Unfit, Usage};
+use crate::files::open_held;
 use crate::image;
 
 /// How many files are counted at most, and how deep. CRIU writes some for each process, flat; Docker
@@ -143,23 +144,11 @@ fn look(directory: impl AsFd, name: &str) -> nix::Result<FileStat> {
     fstatat(directory, name, AtFlags::AT_SYMLINK_NOFOLLOW)
 }
 
-fn is_regular(stat: &FileStat) -> bool {
-    SFlag::from_bits_truncate(stat.st_mode) & SFlag::S_IFMT == SFlag::S_IFREG
-}
-
-/// Opens a file of the directory if it is a regular one. Looked at before, because to open a device
-/// can already do something, and after, because it may have been changed in between.
+/// Opens a file of the directory if it is a regular one.
 fn regular(directory: &OwnedFd, name: &str) -> Result<File, Unfit> {
-    if !is_regular(&look(directory, name)?) {
-        return Err(Unfit::NotRegular);
-    }
-    let flags = OFlag::O_RDONLY
-        | OFlag::O_NOFOLLOW
-        | OFlag::O_NONBLOCK
-        | OFlag::O_NOCTTY
-        | OFlag::O_CLOEXEC;
-    let file = File::from(openat(directory, name, flags, Mode::empty())?);
-    if is_regular(&fstat(&file)?) { Ok(file) } else { Err(Unfit::NotRegular) }
+    let flags = OFlag::O_PATH | OFlag::O_NOFOLLOW | OFlag::O_CLOEXEC;
+    let held = File::from(openat(directory, name, flags, Mode::empty())?);
+    open_held(&held).map_err(Unfit::Unreadable)?.ok_or(Unfit::NotRegular)
 }
 
 /// Adds what is in a directory. Links count as themselves.

@@ -609,6 +609,10 @@ mod tests {
         says(&of(directory));
         drop(listener);
         fs::remove_file(&path).unwrap();
+        if crate::files::make_device(&path) {
+            says(&of(directory));
+            fs::remove_file(&path).unwrap();
+        }
         fs::create_dir(&path).unwrap();
         says(&of(directory));
         fs::remove_dir(&path).unwrap();

@@ -13,18 +13,18 @@
 
 use std::fs::{self, DirBuilder, File, OpenOptions};
 use std::io::{self, Read as _, Write as _};
-use std::os::unix::fs::{DirBuilderExt as _, MetadataExt as _, OpenOptionsExt as _};
+use std::os::unix::fs::{DirBuilderExt as _, MetadataExt as _};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use nix::errno::Errno;
-use nix::libc;
 use nix::mount::{MntFlags, MsFlags, mount, umount2};
 use serde::{Deserialize, Serialize};
 use stasis_config::manifest::{self, JOB_FILE, MAX_JOB_BYTES};
 
 use super::JobError;
 use crate::cuda::job::Identity;
+use crate::files::open_regular;
 use crate::journal::{JOB, JournalFile};
 use crate::processes::{ProcessId, start_time};
 
@@ -157,11 +157,9 @@ pub(super) fn make_usable(file: &File) -> io::Result<()> {
 pub(super) fn saved(image: &Path, job: &manifest::Job) -> Result<Vec<u8>, JobError> {
     let path = image.join(JOB_FILE);
     let wrong = |source| JobError::File { action: "cannot use", path: path.clone(), source };
-    let flags = libc::O_NOFOLLOW | libc::O_NONBLOCK | libc::O_NOCTTY;
-    let file = OpenOptions::new().read(true).custom_flags(flags).open(&path).map_err(wrong)?;
-    if !file.metadata().map_err(wrong)?.is_file() {
+    let Some(file) = open_regular(&path).map_err(wrong)? else {
         return Err(wrong(io::Error::other("it is no regular file")));
-    }
+    };
     let mut content = Vec::new();
     file.take(job.bytes + 1).read_to_end(&mut content).map_err(wrong)?;
     let length = content.len() as u64;

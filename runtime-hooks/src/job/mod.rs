@@ -22,12 +22,12 @@ use serde::{Deserialize, Serialize};
 use stasis_config::manifest::JobFile;
 
 pub use crate::cuda::job::DESTINATION;
-use crate::cuda::job::{FIRST_BRANCH, Identity, Job, Named, Neighbour, Unusable};
+use crate::cuda::job::{FIRST_BRANCH, Identity, Job, Named, Neighbour, Unusable, Way};
 use crate::cuda::{Driver, DriverError, DriverFacts, Steps};
 use crate::error::Who;
-use crate::journal::Entry;
-use crate::parts::CudaProcess;
-use crate::processes::{ProcessId, Processes, ProcessesError, descends};
+use crate::journal::{Entry, Stage};
+use crate::parts::{CudaProcess, who};
+use crate::processes::{Process, ProcessId, Processes, ProcessesError, descends};
 use crate::spec;
 
 /// Why there is no job, or not this one.
@@ -171,6 +171,9 @@ pub struct Found {
     pub named: Named,
     /// Which process that is.
     pub who: Who,
+    /// The first process that names a file in the hands of one that CRIU does not dump, and why that does
+    /// not do for an image.
+    pub outside_image: Option<(Who, Unusable)>,
 }
 
 /// The job that the CUDA processes are in; `None` if they are in none. All of them are in it, or it is
@@ -194,6 +197,7 @@ pub fn find(
     let mut named = driver.job_files(&asked, init, &neighbours).map_err(JobError::Helper)?;
     let mut found: Option<Found> = None;
     let mut outside: Option<Who> = None;
+    let mut outside_image = None;
     for process in cuda {
         let who = process.who();
         let answer = match named.remove(&process.pid()) {
@@ -201,6 +205,12 @@ pub fn find(
             Some(Err(why)) => return Err(JobError::Unusable { who, why }),
             None => None,
         };
+        if let Some(named) = &answer
+            && outside_image.is_none()
+            && let Some(why) = held_outside_image(&all, process.process.id, named, init)
+        {
+            outside_image = Some((who.clone(), why));
+        }
         match (answer, &mut found) {
             (None, _) if processes.ending(process.process.id) => {}
             (None, _) => {
@@ -208,7 +218,7 @@ pub fn find(
             }
             (Some(named), None) => {
                 let job = Job { file: named.file, ways: vec![named.way.clone()] };
-                found = Some(Found { job, named, who });
+                found = Some(Found { job, named, who, outside_image: None });
             }
             (Some(named), Some(found)) if named.file == found.job.file => {
                 found.job.ways.push(named.way);
@@ -225,8 +235,31 @@ pub fn find(
     }
     match (found, outside) {
         (Some(found), Some(who)) => Err(JobError::Outside { who, other: found.who }),
-        (found, _) => Ok(found),
+        (found, _) => Ok(found.map(|found| Found { outside_image, ..found })),
     }
+}
+
+/// Why a file that `process` names by a descriptor of another one is not there after a restore, if that
+/// one is not dumped. Where `process` itself is not, that is what is wrong.
+fn held_outside_image(
+    all: &[Process],
+    process: ProcessId,
+    named: &Named,
+    init: ProcessId,
+) -> Option<Unusable> {
+    let Way::Descriptor { process: holder, .. } = named.way else { return None };
+    let holder = all.iter().find(|one| one.id == holder && one.id != process)?;
+    if descends(all, holder, init.pid) {
+        return None;
+    }
+    let reason = format!(
+        "is held by {}, which was started in the container by exec and does not descend from its first \
+         process; CRIU dumps only what does, so a restore would lack it: have the holder started in the \
+         background by a process that ends, whereupon it becomes the first one's, or name a file of the \
+         container's own file system",
+        who(holder)
+    );
+    Some(Unusable { named: named.named.clone(), reason })
 }
 
 /// All of `cuda` are, still, in the job that was found first, or in none if none was; or it is an
@@ -242,6 +275,8 @@ pub fn confirm(
         (Some(found), Some(job)) if found.job.file != job.file => Err(JobError::NotTheImages(
             format!("{}: its job file {} was replaced meanwhile", found.who, found.named.named),
         )),
+        // It matters to CRIU only.
+        (Some(found), Some(_)) if entry.stage != Stage::Freeing => found.require_holders(),
         // The others have ended.
         (Some(found), None) => Err(JobError::NotTheImages(format!(
             "{}: it began meanwhile, in a job that the others were not in",
@@ -259,6 +294,14 @@ pub fn confirm(
 }
 
 impl Found {
+    /// Refuses a file that a restored process would not find by its name.
+    fn require_holders(&self) -> Result<(), JobError> {
+        match self.outside_image.clone() {
+            Some((who, why)) => Err(JobError::Unusable { who, why }),
+            None => Ok(()),
+        }
+    }
+
     /// Where a restored container is to have the file from. `made` is the file that this container was
     /// given, if it was.
     pub fn origin(
@@ -267,6 +310,7 @@ impl Found {
         spec: &Spec,
         mountinfo: &str,
     ) -> Result<JobFile, JobError> {
+        self.require_holders()?;
         if made == Some(self.job.file) {
             return Ok(JobFile::Made);
         }

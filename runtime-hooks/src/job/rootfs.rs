@@ -16,6 +16,7 @@ use serde_json::Value;
 use stasis_config::manifest::MAX_JOB_BYTES;
 
 use super::JobError;
+use crate::files::open_held;
 
 /// What the file is like.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -106,19 +107,19 @@ fn open_directory(root: &Path, parent: &str) -> rustix::io::Result<OwnedFd> {
 
 /// The content of the file that is there, if one is. Another than what the image had is an error.
 fn present(directory: &OwnedFd, name: &str, like: Like) -> io::Result<Option<Vec<u8>>> {
-    let flags = OFlags::RDONLY | OFlags::NONBLOCK | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+    // Not NOFOLLOW, with which a link itself would be taken.
+    let flags = OFlags::PATH | OFlags::CLOEXEC;
     let resolve = ResolveFlags::BENEATH | ResolveFlags::NO_SYMLINKS | ResolveFlags::NO_XDEV;
-    let file = match rustix::fs::openat2(directory, name, flags, Mode::empty(), resolve) {
-        Ok(file) => File::from(file),
+    let held = match rustix::fs::openat2(directory, name, flags, Mode::empty(), resolve) {
+        Ok(held) => File::from(held),
         Err(Errno::NOENT) => return Ok(None),
         Err(Errno::LOOP) => return Err(other("a symbolic link is there")),
         Err(error) => return Err(error.into()),
     };
-    let metadata = file.metadata()?;
-    if !metadata.is_file() {
+    let Some(file) = open_held(&held)? else {
         return Err(other("something that is no regular file is there"));
-    }
-    if !like.is_of(&metadata) {
+    };
+    if !like.is_of(&file.metadata()?) {
         return Err(other("a file of another owner or mode is there"));
     }
     let mut content = Vec::new();
@@ -162,6 +163,7 @@ mod tests {
     use serde_json::json;
 
     use super::*;
+    use crate::files::make_device;
 
     fn like() -> Like {
         let uid = rustix::process::getuid().as_raw();
@@ -230,6 +232,10 @@ mod tests {
         refused("a symbolic link is there");
         nix::unistd::mkfifo(&at, nix::sys::stat::Mode::S_IRWXU).unwrap();
         refused("no regular file is there");
+        if make_device(&at) {
+            // And is not opened.
+            refused("no regular file is there");
+        }
         old(&at);
         fs::set_permissions(&at, fs::Permissions::from_mode(0o4755)).unwrap();
         refused("of another owner or mode");

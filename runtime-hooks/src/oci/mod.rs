@@ -224,4 +224,44 @@ mod tests {
         assert!(described.contains(&format!("CUDA_CHECKPOINT_JOB_FILE={DESTINATION}")));
         assert!(described.contains("B=2"), "{described}");
     }
+
+    #[test]
+    fn a_pods_sandbox_is_given_no_job_file_when_it_is_restored_either() {
+        let host = tempfile::tempdir().unwrap();
+        let at = |name: &str| host.path().join(name);
+        for name in ["bundle", "image"] {
+            fs::create_dir(at(name)).unwrap();
+        }
+        let mut config = Config::default();
+        config.runtime.path = "/bin/true".into();
+        config.state.directory = at("state");
+        let line: Vec<OsString> = [
+            "--root".into(),
+            at("runc").into(),
+            "restore".into(),
+            "--image-path".into(),
+            at("image").into(),
+            "--bundle".into(),
+            at("bundle").into(),
+            "c1".into(),
+        ]
+        .into();
+        // Whether the runtime was begun; a driver that could make one is not there.
+        let begun = |annotations: serde_json::Value| {
+            let described = serde_json::json!({"annotations": annotations}).to_string();
+            fs::write(at("bundle").join("config.json"), described).unwrap();
+            let begun = RefCell::new(false);
+            let execute = |_: &mut Command| {
+                *begun.borrow_mut() = true;
+                io::Error::other("noted")
+            };
+            let recognised = CommandLine::recognise(&line);
+            run(&config, &line, recognised.as_ref(), &execute).unwrap_err();
+            begun.into_inner()
+        };
+        let sandbox = "io.kubernetes.cri.container-type";
+        assert!(begun(serde_json::json!({})));
+        assert!(begun(serde_json::json!({"dev.stasis.job": "file", sandbox: "sandbox"})));
+        assert!(!begun(serde_json::json!({"dev.stasis.job": "file", sandbox: "container"})));
+    }
 }

@@ -294,11 +294,11 @@ fn give_no_job(context: &Context<'_>, bundle: &Path) -> Result<(), Cause> {
 fn give_job_if_annotated(context: &Context<'_>, operation: &'static str) -> anyhow::Result<()> {
     let refused = |cause| untouched(context, operation, cause);
     let bundle = absolute(&context.line.arguments().bundle())?;
-    if !spec::annotations(&bundle).contains_key(AnnotationName::Job.key()) {
-        return give_no_job(context, &bundle).map_err(refused);
-    }
-    annotations(context, &bundle).map_err(refused)?;
-    give_job(context, &bundle).map_err(refused)
+    let asks = spec::annotations(&bundle).contains_key(AnnotationName::Job.key());
+    // A pod's sandbox has its pod's annotations, and gets none.
+    let gets = asks && annotations(context, &bundle).map_err(refused)?.job;
+    let done = if gets { give_job(context, &bundle) } else { give_no_job(context, &bundle) };
+    done.map_err(refused)
 }
 
 /// Gives a container that is about to start a job file that nothing has used.

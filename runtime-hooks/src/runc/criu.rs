@@ -11,6 +11,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 use stasis_config::manifest::Dump;
 
 use super::args::Arguments;
+use crate::files::open_regular;
 
 /// CRIU's log of a dump, in the work path.
 pub const DUMP_LOG: &str = "dump.log";
@@ -170,9 +171,7 @@ pub fn errors(log: &Path) -> Vec<String> {
 
 /// Opens a log of CRIU: a regular file, whatever is put in its place.
 pub fn open_log(path: &Path) -> io::Result<fs::File> {
-    let flags = nix::libc::O_NOFOLLOW | nix::libc::O_NONBLOCK;
-    let file = fs::OpenOptions::new().read(true).custom_flags(flags).open(path)?;
-    if file.metadata()?.is_file() { Ok(file) } else { Err(io::Error::other("not a regular file")) }
+    open_regular(path)?.ok_or_else(|| io::Error::other("not a regular file"))
 }
 
 /// Where logs of failed operations are kept: the bundle, and the work path in it, go away.
@@ -308,5 +307,9 @@ mod tests {
         let link = directory.path().join("link-dump.log");
         std::os::unix::fs::symlink("/etc/shadow", &link).unwrap();
         assert!(store.save(&link, OsStr::new("c1")).is_err());
+        let device = directory.path().join("device-dump.log");
+        if crate::files::make_device(&device) {
+            assert_eq!(open_log(&device).unwrap_err().to_string(), "not a regular file");
+        }
     }
 }

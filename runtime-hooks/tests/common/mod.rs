@@ -117,6 +117,8 @@ pub struct State {
     pub driver: &'static str,
     /// The job file that each process names, by a number; none that is not here.
     pub jobs: BTreeMap<Pid, u64>,
+    /// Who holds it for a process, if not itself.
+    pub holders: BTreeMap<Pid, Pid>,
     /// At this call all name another file.
     pub jobs_change_at: Option<&'static str>,
     /// The job that the driver's helper is in.
@@ -228,6 +230,7 @@ impl World {
             no_room: Vec::new(),
             driver: "580.1",
             jobs: BTreeMap::new(),
+            holders: BTreeMap::new(),
             jobs_change_at: None,
             joined: None,
             map: Vec::new(),
@@ -800,11 +803,12 @@ impl Driver for World {
         }
         Ok(self.with(|state| {
             let named = |pid: &Pid| {
+                let holder = state.holders.get(pid).copied().unwrap_or(*pid);
                 state.jobs.get(pid).map(|number| Named {
                     named: format!("/proc/self/fd/{number}"),
                     file: identity(*number),
                     way: Way::Descriptor {
-                        process: ProcessId { pid: *pid, start_time: 1 },
+                        process: ProcessId { pid: holder, start_time: 1 },
                         number: u32::try_from(*number).unwrap_or_default(),
                     },
                     path: None,
