@@ -217,6 +217,57 @@ by_hand() {
     fact "--toggle of $1: status $status: $said; then $("$utility" --get-state --pid "$(pid "$1")" 2>&1)"
 }
 
+# free_mib: what is free on the first GPU.
+free_mib() { nvidia-smi --id=0 --query-gpu=memory.free --format=csv,noheader,nounits; }
+
+# A restore without room is final, so it has to be refused also where that is hard to see.
+part_room() {
+    local size=$((8 * pattern)) before context used
+    part "room: for what NVML does not show of a process"
+    [ -z "$emulated" ] || {
+        fact "of the emulation nothing is learnt"
+        return
+    }
+    before=$(free_mib)
+    counter b1 --pattern-mib "$size"
+    answers b1 101
+    run stasis ps
+    context=$((before - $(free_mib) - size))
+    used=$(nvidia-smi --id=0 --query-compute-apps=used_memory --format=csv,noheader,nounits)
+    fact "b1 has $size MiB; $((size + context)) MiB are taken, and NVML says that it has $used MiB"
+    run stasis suspend b1
+    succeeds "suspend"
+    # A little more stays than what NVML has said of it, and less than it took.
+    counter b2 --pattern-mib $((before - context - used - (size + context - used) / 4))
+    answers b2 101
+    fact "$(free_mib) MiB are free"
+    run stasis resume b1 --timeout 2s
+    refuses "no room by some MiB" "nothing is lost"
+    run stasis ps
+    remove b2
+    run stasis resume b1
+    succeeds "resume"
+    answers b1 102
+
+    part "room: for what NVIDIA's command has suspended"
+    if ! command -v cuda-checkpoint >/dev/null; then
+        fact "there is no cuda-checkpoint on this machine: nothing is tried"
+        remove b1
+        return
+    fi
+    run cuda-checkpoint --toggle --pid "$(pid b1)"
+    counter b2 --pattern-mib $((before - size - 2 * context + 64))
+    answers b2 101
+    fact "$(free_mib) MiB are free, $used were used"
+    run stasis resume b1 --timeout 2s
+    refuses "no room" "was not noted"
+    remove b2
+    run stasis resume b1
+    succeeds "resume"
+    answers b1 103
+    remove b1
+}
+
 # With drivers from 570 on it is not needed, and does the same.
 part_utility() {
     part "utility: NVIDIA's command does what libcuda does otherwise"
