@@ -204,8 +204,11 @@ fn thaw_by(parts: &mut Parts<'_>, thaw: Thaw) -> Result<(), Cause> {
 /// so again.
 pub(crate) fn forget(parts: &mut Parts<'_>, entry: &Entry) {
     let resumed = entry.stage == Stage::Resuming;
-    let earlier = entry.suspended.as_ref();
-    let earlier = earlier.filter(|_| !resumed && !has_ended(parts.processes, entry));
+    let is_there = |earlier: &&Entry| {
+        !has_ended(parts.processes, entry)
+            && earlier.processes.iter().any(|noted| parts.processes.alive(noted.id))
+    };
+    let earlier = entry.suspended.as_deref().filter(|_| !resumed).filter(is_there);
     let done = match earlier {
         Some(earlier) => parts.journal.save(earlier),
         None => parts.journal.clear(),
@@ -253,25 +256,26 @@ pub fn kill(parts: &mut Parts<'_>, entry: &Entry, because: Cause) -> Left {
 
 /// Whether there is nothing left of the container.
 pub(crate) fn has_ended(processes: &dyn Processes, entry: &Entry) -> bool {
-    if processes.have_init() {
-        !processes.alive(entry.init)
-    } else {
-        // An unreadable list: the cgroup is gone, and with it the processes.
-        processes.list().map_or(true, |list| list.is_empty())
-    }
+    if processes.have_init() { !processes.alive(entry.init) } else { is_empty(processes) }
+}
+
+fn is_empty(processes: &dyn Processes) -> bool {
+    processes.list().map_or_else(|error| error.is_gone(), |list| list.is_empty())
 }
 
 /// `runc kill`, and waits until no process of the container runs; of a cgroup that is none, until none of
-/// those runs that have CUDA, as the others are let live.
+/// those that had CUDA, as the others are let live.
 pub(crate) fn kill_and_wait(parts: &mut Parts<'_>, entry: &Entry) -> Result<(), Cause> {
     let killed = parts.runtime.kill();
     let deadline = Instant::now() + DIE;
     loop {
-        let have_init = parts.processes.have_init();
-        let is_to_end = |process: &Process| have_init || process.is_candidate();
-        // As for `has_ended`.
-        let none_runs = parts.processes.list().map_or(true, |list| !list.iter().any(is_to_end));
-        if none_runs && (!have_init || !parts.processes.alive(entry.init)) {
+        let alive = |id| parts.processes.alive(id);
+        let ended = if parts.processes.have_init() {
+            !alive(entry.init) && is_empty(parts.processes)
+        } else {
+            !entry.processes.iter().any(|noted| alive(noted.id))
+        };
+        if ended {
             return Ok(());
         }
         if let Err(error) = &killed

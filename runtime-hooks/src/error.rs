@@ -339,7 +339,7 @@ pub enum Cause {
     #[error(
         "{on}: has begun to use CUDA since {off} was suspended. The members of a job come back in the \
          order in which they were suspended, so the one could not go on before the other: stasis resume \
-         the container first"
+         the container first, or stasis suspend it once more, which suspends that one, too"
     )]
     JobInParts {
         /// One that is on the GPU.

@@ -78,6 +78,9 @@ pub struct Noted {
     /// a process that is RUNNING there by now.
     #[serde(default)]
     pub device_map: DeviceMap,
+    /// What it uses is not known: something else had suspended it before anybody looked.
+    #[serde(default)]
+    pub unseen: bool,
 }
 
 impl From<&CudaProcess> for Noted {
@@ -87,6 +90,7 @@ impl From<&CudaProcess> for Noted {
             found: process.found.unwrap_or(CudaState::Running),
             uses: process.uses.clone(),
             device_map: process.device_map.clone(),
+            unseen: false,
         }
     }
 }
@@ -142,7 +146,10 @@ impl Entry {
                     known.clone_from(noted);
                 }
                 Some(_) => {}
-                None => suspended.processes.push(noted.clone()),
+                None => {
+                    let unseen = noted.unseen || noted.found == CudaState::Checkpointed;
+                    suspended.processes.push(Noted { unseen, ..noted.clone() });
+                }
             }
         }
         for noted in &mut suspended.processes {
@@ -547,7 +554,13 @@ mod tests {
         let mut entry = Entry::new("c1", init, true, Path::new("/image"));
         let uses = GpuUse { gpus: vec![("GPU-0".into(), Some(1))] };
         let device_map = DeviceMap::new();
-        entry.processes.push(Noted { id: init, found: CudaState::Running, uses, device_map });
+        entry.processes.push(Noted {
+            id: init,
+            found: CudaState::Running,
+            uses,
+            device_map,
+            unseen: false,
+        });
         entry
     }
 

@@ -3,6 +3,7 @@
 use std::path::{Path, PathBuf};
 use std::{fs, io};
 
+use nix::errno::Errno;
 use serde::{Deserialize, Serialize};
 
 /// A process id in the pid namespace of this process.
@@ -129,6 +130,16 @@ pub enum ProcessesError {
     },
 }
 
+impl ProcessesError {
+    /// Whether there is no such cgroup any more, and so nobody in it.
+    #[must_use]
+    pub fn is_gone(&self) -> bool {
+        let Self::Cgroup { source, .. } = self else { return false };
+        let error = source.raw_os_error().map(Errno::from_raw);
+        matches!(error, Some(Errno::ENOENT | Errno::ENODEV))
+    }
+}
+
 /// [`Processes`] from cgroupfs and procfs.
 #[derive(Debug, Clone)]
 pub struct CgroupProcesses {
@@ -148,11 +159,11 @@ impl CgroupProcesses {
         Ok(Self { directory: directory.to_owned(), level, have_init: true })
     }
 
-    /// The same of a cgroup that is no container: `init` was only the oldest process.
+    /// The same of a cgroup that is no container: `init` was only the oldest process, and may be in another
+    /// pid namespace than the others.
     #[must_use]
-    pub fn without_init(mut self) -> Self {
-        self.have_init = false;
-        self
+    pub fn without_init(self) -> Self {
+        Self { have_init: false, level: 0, ..self }
     }
 
     fn pids(&self, directory: &Path, pids: &mut Vec<Pid>) -> Result<(), ProcessesError> {
@@ -164,12 +175,8 @@ impl CgroupProcesses {
             Err(error)
                 if directory != self.directory
                     && matches!(
-                        error.raw_os_error().map(nix::errno::Errno::from_raw),
-                        Some(
-                            nix::errno::Errno::ENOENT
-                                | nix::errno::Errno::ENODEV
-                                | nix::errno::Errno::EOPNOTSUPP
-                        )
+                        error.raw_os_error().map(Errno::from_raw),
+                        Some(Errno::ENOENT | Errno::ENODEV | Errno::EOPNOTSUPP)
                     ) =>
             {
                 String::new()

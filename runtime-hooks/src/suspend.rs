@@ -60,7 +60,11 @@ pub fn suspend(
     }
     progress.enter(lock);
     find_states(parts, entry, cuda)?;
-    refuse_unordered(entry, cuda)?;
+    if let Err(cause) = refuse_unordered(entry, cuda) {
+        // None was asked for.
+        entry.locking = false;
+        return Err(cause);
+    }
     let mut free = parts.driver.free_memory();
     let deadline = Instant::now() + limits.lock;
     loop {
@@ -228,7 +232,7 @@ fn add_besides(
     let (Some(before), Some(now)) = (before, driver.free_memory()) else { return };
     for (gpu, now) in now {
         let moved = |process: &&mut CudaProcess| process.found != Some(CudaState::Checkpointed);
-        let mut used: Vec<&mut u64> = cuda
+        let used: Vec<&mut u64> = cuda
             .iter_mut()
             .filter(moved)
             .flat_map(|process| &mut process.uses.gpus)
@@ -236,9 +240,11 @@ fn add_besides(
             .collect();
         let known: u64 = used.iter().map(|bytes| **bytes).sum();
         let freed = now.saturating_sub(before.get(&gpu).copied().unwrap_or(now));
-        let most = BESIDES.saturating_mul(used.len().try_into().unwrap_or(u64::MAX));
-        if let Some(first) = used.first_mut() {
-            **first += freed.saturating_sub(known).min(most);
+        let each = u64::try_from(used.len()).unwrap_or(u64::MAX);
+        let besides = freed.saturating_sub(known).min(BESIDES.saturating_mul(each));
+        // Any of them may end before the others come back.
+        for bytes in used {
+            *bytes += besides.div_ceil(each);
         }
     }
 }

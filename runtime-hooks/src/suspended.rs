@@ -16,7 +16,7 @@ use crate::bring_back::{
 };
 use crate::checkpoint::require_actions;
 use crate::container::Container;
-use crate::cuda::{CudaState, DriverFacts, Steps};
+use crate::cuda::{CudaState, DriverFacts, Gpu, Steps};
 use crate::discover::{Gate, find_uses};
 use crate::error::{Cause, Failure, Left, Phase};
 use crate::freezer::FreezerError;
@@ -149,10 +149,13 @@ pub fn found(
     let facts = parts.driver.facts().map_err(Cause::NoDriver)?;
     let toggles = facts.steps == Steps::Toggle;
     let mut states = parts.driver.states(&pids(cuda), STATE);
+    find_uses(parts, cuda);
     let mut any = false;
     let mut noted = Vec::new();
     for process in cuda.iter_mut() {
-        match states.remove(&process.pid()) {
+        let state = states.remove(&process.pid());
+        let unseen = matches!(state, Some(Ok(CudaState::Checkpointed)));
+        match state {
             // It is none of this operation's, which checkpoints again what it has to give up. Where the
             // driver cannot be asked it may be one that is LOCKED.
             Some(Ok(CudaState::Running)) if !toggles => continue,
@@ -165,7 +168,7 @@ pub fn found(
             _ => continue,
         }
         process.found = Some(CudaState::Running);
-        noted.push(Noted::from(&*process));
+        noted.push(Noted { unseen, ..Noted::from(&*process) });
     }
     if !any {
         return Ok(None);
@@ -180,12 +183,12 @@ pub fn found(
 
 /// Gives the container of `entry`, which is suspended, its CUDA back, on other GPUs if `map` says so. If
 /// that fails it is suspended as before and can be resumed later, unless the driver has lost what it had.
-/// `seen` are the UUIDs of the GPUs that its processes may have used.
+/// `seen` are the GPUs that its processes may have used.
 pub fn resume(
     parts: &mut Parts<'_>,
     entry: &Entry,
     map: Option<DeviceMap>,
-    seen: &[String],
+    seen: &[Gpu],
     limits: &Limits,
     progress: &mut Progress,
 ) -> Result<(), Failure> {
@@ -237,20 +240,25 @@ pub fn resume(
 }
 
 /// What something else than Stasis has suspended uses no GPU that anybody could be asked about, and a
-/// restore without room is final. So it may need as much as it has in host memory, on any GPU that it sees.
-fn estimate(parts: &Parts<'_>, under_way: &mut Entry, seen: &[String]) {
-    for noted in under_way.processes.iter_mut().filter(|noted| noted.uses.gpus.is_empty()) {
-        let Some(bytes) = parts.processes.largest_mapping(noted.id) else { continue };
-        noted.uses.gpus = seen.iter().map(|uuid| (uuid.clone(), Some(bytes))).collect();
-        tracing::warn!(
-            pid = noted.id.pid,
-            gpus = ?seen,
-            "what it had on a GPU was not noted when it was suspended; up to {} MiB, as it has them in host \
-             memory, have to be free",
-            bytes.div_ceil(1 << 20)
-        );
+/// restore without room is final. So it is taken to need as much as it has in host memory, on any GPU that it
+/// sees; of a GPU at most what it has free where nobody else uses it.
+fn estimate(parts: &Parts<'_>, under_way: &mut Entry, seen: &[Gpu]) {
+    for Gpu { uuid, memory_bytes, .. } in seen {
+        let known = under_way.processes.iter().flat_map(|noted| &noted.uses.gpus);
+        let known: u64 = known.filter(|(gpu, _)| gpu == uuid).filter_map(|(_, bytes)| *bytes).sum();
+        let reserved = RESERVED.min(memory_bytes / 32);
+        let mut most = memory_bytes.saturating_sub(reserved).saturating_sub(known);
+        for noted in under_way.processes.iter_mut().filter(|noted| noted.unseen) {
+            let bytes = parts.processes.largest_mapping(noted.id).unwrap_or(0).min(most);
+            most -= bytes;
+            noted.uses.gpus.push((uuid.clone(), Some(bytes)));
+        }
     }
 }
+
+/// More than the driver keeps of a large GPU for itself (about 600 MiB of 141 GiB were seen on an H200); of
+/// smaller ones it is less.
+const RESERVED: u64 = 1 << 30;
 
 /// Only what is CHECKPOINTED goes to another GPU.
 fn all_can_move(parts: &mut Parts<'_>, entry: &Entry) -> Result<(), Cause> {

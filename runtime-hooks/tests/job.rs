@@ -440,6 +440,7 @@ fn lost_lock(world: &World, frozen: bool) -> Entry {
     entry.locking = true;
     entry.locked_last = Some(process(101, true).id);
     let noted = |pid| Noted {
+        unseen: false,
         id: process(pid, true).id,
         found: CudaState::Running,
         uses: GpuUse::default(),

@@ -6,7 +6,7 @@ mod common;
 use common::{Fault, INIT, World, asked, process};
 use stasis_config::Annotations;
 use stasis_hooks::checkpoint::{self, After, checkpoint};
-use stasis_hooks::cuda::CudaState;
+use stasis_hooks::cuda::{CudaState, Gpu};
 use stasis_hooks::discover::discover;
 use stasis_hooks::error::{Cause, Failure, Left, Phase};
 use stasis_hooks::journal::{Entry, Stage};
@@ -44,9 +44,18 @@ fn resume(world: &World) -> Result<(), Failure> {
 }
 
 /// The GPUs that the container has.
-fn seen() -> [String; 2] {
-    ["GPU-0", "GPU-1"].map(str::to_owned)
+fn seen() -> [Gpu; 2] {
+    [0, 1].map(|index| Gpu {
+        index,
+        uuid: format!("GPU-{index}"),
+        name: String::new(),
+        memory_bytes: MEMORY,
+        minor: None,
+    })
 }
+
+/// 400 bytes, and what the driver may keep for itself.
+const MEMORY: u64 = 412;
 
 fn resume_onto(world: &World, map: &[(&str, &str)]) -> Result<(), Failure> {
     let map = map.iter().map(|(from, to)| ((*from).to_owned(), (*to).to_owned())).collect();
@@ -733,6 +742,79 @@ fn what_was_suspended_by_other_means_needs_room_for_all_that_it_may_have() {
     runs(&world, false);
 }
 
+/// What is refused for good is only what would not fit if nobody else used the GPUs.
+#[test]
+fn what_was_suspended_by_other_means_comes_back_onto_gpus_that_nobody_uses() {
+    // Two that each may need all of both GPUs.
+    let world = World::restored(2);
+    world.with(|state| {
+        state.gpu_bytes = Some(400);
+        state.mappings.extend([(101, 300), (102, 1 << 50)]);
+    });
+    let by_hand = found(&world).unwrap();
+    resume_found(&world, &by_hand).unwrap();
+    runs(&world, false);
+    let world = World::restored(2);
+    world.with(|state| {
+        state.gpu_bytes = Some(399);
+        state.mappings.extend([(101, 300), (102, 1 << 50)]);
+    });
+    let by_hand = found(&world).unwrap();
+    let failure = resume_found(&world, &by_hand).unwrap_err();
+    assert!(matches!(failure.cause, Cause::NoRoom { needed: 400, .. }), "{failure}");
+    is_suspended(&world, false);
+    // Stasis finds them suspended, and notes as little.
+    suspend(&world).unwrap();
+    let noted = entry(&world).unwrap().processes;
+    assert!(noted.iter().all(|noted| noted.unseen && noted.uses.gpus.is_empty()), "{noted:?}");
+    resume(&world).unwrap_err();
+    is_suspended(&world, false);
+}
+
+/// One with CUDA and without a context uses no GPU, whatever it has in host memory.
+#[test]
+fn what_was_noted_to_use_no_gpu_needs_none() {
+    let world = World::new(2, false);
+    world.with(|state| {
+        state.usage_is_unknown = true;
+        state.mappings.extend([(101, 1 << 50), (102, 1 << 50)]);
+    });
+    suspend(&world).unwrap();
+    resume(&world).unwrap();
+    runs(&world, false);
+}
+
+/// A container that is named, and whose CUDA is lost: all of it is killed, and of a cgroup what has CUDA.
+#[test]
+fn of_a_cgroup_only_what_has_lost_its_cuda_is_killed() {
+    for is_cgroup in [false, true] {
+        let world = suspended_world(1, false);
+        world.with(|state| {
+            state.is_cgroup = is_cgroup;
+            state.no_room = vec![101];
+        });
+        let failure = resume(&world).unwrap_err();
+        assert!(matches!(failure.left, Left::Killed { .. }), "{failure}");
+        let left = world.with(|state| state.processes.iter().map(|one| one.id).collect::<Vec<_>>());
+        assert_eq!(left, if is_cgroup { vec![INIT] } else { Vec::new() });
+        assert_eq!(entry(&world), None);
+        // Not even what it was before is noted of it.
+        if is_cgroup {
+            let world = suspended_world(1, false).fault("checkpoint", Fault::Error(999), 1);
+            world.with(|state| {
+                state.is_cgroup = true;
+                state.processes.push(process(150, true));
+                state.cuda.insert(150, Running);
+                state.no_room = vec![150];
+                state.deaths.push(("checkpoint", 101));
+            });
+            suspend(&world).unwrap_err();
+            let noted = entry(&world).map(|entry| entry.processes).unwrap_or_default();
+            assert!(noted.iter().all(|noted| noted.id.pid != 101), "{noted:?}");
+        }
+    }
+}
+
 #[test]
 fn a_gpu_that_has_gone_is_waited_for() {
     let world = suspended_world(1, false);
@@ -752,7 +834,7 @@ fn room_is_for_all_that_became_free() {
     let world = World::new(2, false);
     world.with(|state| (state.gpu_bytes, state.besides) = (Some(1000), 9));
     suspend(&world).unwrap();
-    for free in [208, 217] {
+    for free in [208, 209, 217] {
         world.with(|state| state.gpu_bytes = Some(free));
         let failure = resume(&world).unwrap_err();
         assert!(matches!(failure.cause, Cause::NoRoom { needed: 218, .. }), "{failure}");
@@ -821,8 +903,10 @@ fn a_job_of_which_a_part_is_suspended_is_not_checkpointed() {
             state.cuda.insert(150, Running);
             state.jobs.insert(150, 1);
         });
+        world.with(|state| state.log.clear());
         let failure = checkpoint_of(&world, after).unwrap_err();
         assert!(matches!(failure.left, Left::Running), "{failure}");
+        assert!(!world.log().contains(&"lock".to_owned()), "{:?}", world.log());
         let said = failure.to_string();
         assert!(said.contains("pid 150 (p150)") && said.contains("stasis resume"), "{said}");
         assert_eq!(world.states(), [Checkpointed, Checkpointed, Running]);

@@ -8,7 +8,7 @@ use std::time::Duration;
 use serde_json::{Value, json};
 use stasis_config::Config;
 
-use super::repair::Subjects;
+use super::repair::{Subjects, find};
 use super::{Ps, show, target};
 use crate::child::Program;
 use crate::container::{Container, ContainerError};
@@ -63,7 +63,7 @@ enum State {
 pub(super) fn run(config: &Config, asked: &Ps) -> ExitCode {
     let mut driver = HelperDriver::new(Program::this(), &config.cuda);
     let roots = containers::roots(&asked.roots.given);
-    let named = asked.containers.iter().map(|name| containers::find(&roots, name));
+    let named = asked.containers.iter().map(|name| find(config, &asked.roots.given, name));
     let places = match named.collect::<Result<Vec<Place>, _>>() {
         Ok(places) if places.is_empty() => {
             let only_given = !asked.roots.given.is_empty();
@@ -195,11 +195,12 @@ fn word(seen: &Seen, state: &State) -> String {
 }
 
 /// The same for people, who have no column for what is under way. Of one that is paused that was noted.
-fn cell(seen: &Seen, state: &State) -> String {
-    match (state, seen.journal.as_ref().map(|entry| entry.stage)) {
+fn cell(seen: &Seen, process: &SeenProcess) -> String {
+    let stage = seen.journal.as_ref().map(|entry| entry.stage).filter(|_| process.is_off);
+    match (&process.state, stage) {
         (State::Paused, Some(Stage::Suspended)) => "suspended, paused".to_owned(),
         (State::Paused, Some(Stage::AwaitingResume)) => "checkpointed, paused".to_owned(),
-        _ => word(seen, state),
+        (told, _) => word(seen, told),
     }
 }
 
@@ -258,7 +259,7 @@ fn as_text(all: &[Seen], with_others: bool) -> String {
                 name(),
                 process.process.id.pid.to_string(),
                 process.process.command.clone(),
-                cell(seen, &process.state),
+                cell(seen, process),
                 if names.is_empty() { "-".to_owned() } else { names.join(",") },
                 memory,
                 job(),
@@ -363,6 +364,8 @@ mod tests {
         assert_eq!(of(suspended, off(), true), row("suspended", "(8.0 GiB)"));
         assert_eq!(of(None, State::Paused, false), row("paused", "8.0 GiB"));
         assert_eq!(of(suspended, State::Paused, true), row("suspended, paused", "(8.0 GiB)"));
+        // It has begun since.
+        assert_eq!(of(suspended, State::Paused, false), row("paused", "8.0 GiB"));
         let parked = of(Some(Stage::AwaitingResume), State::Paused, true);
         assert_eq!(parked, row("checkpointed, paused", "(8.0 GiB)"));
         assert_eq!(of(None, State::Silent("x".into()), false), row("no answer", "8.0 GiB"));

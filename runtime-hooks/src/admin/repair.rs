@@ -124,6 +124,19 @@ impl Subjects {
     }
 }
 
+/// The container that has this name, also below a root directory that only a journal tells of.
+pub(super) fn find(config: &Config, given: &[PathBuf], name: &str) -> Result<Place, FindError> {
+    let roots = containers::roots(given);
+    match containers::find(&roots, name) {
+        Err(error @ FindError::NotFound { .. }) if given.is_empty() => {
+            let mut places = Subjects::all(config, &roots, false).places;
+            places.retain(|place| !target::is_cgroup(place));
+            containers::choose(&places, &roots, name).map_err(|_| error)
+        }
+        found => found,
+    }
+}
+
 /// The one that is called so: an id or its beginning, or the path of a cgroup.
 fn named(places: &[Place], roots: &[PathBuf], name: &str) -> Result<Place, FindError> {
     let cgroup = name.starts_with('/').then(|| containers::cgroup(Path::new(name))).flatten();

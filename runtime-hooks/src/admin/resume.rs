@@ -36,7 +36,7 @@ pub(super) fn run(config: &Config, asked: &Resume) -> ExitCode {
 }
 
 fn resume(config: &Config, asked: &Resume) -> anyhow::Result<String> {
-    let target = Target::named(&asked.which)?;
+    let target = Target::named(config, &asked.which)?;
     let id = &target.container.id;
     let journal = target.journal(config);
     let _lock = journal.lock(LOCK_PATIENCE).with_context(|| format!("container {id}"))?;
@@ -59,7 +59,7 @@ fn resume(config: &Config, asked: &Resume) -> anyhow::Result<String> {
     let mut progress = shown.progress();
     let done = suspended::resume(&mut tools.parts(), &entry, map, &seen, &limits, &mut progress);
     done.map_err(|failure| match &failure.cause {
-        Cause::NoRoom { .. } if entry.processes.iter().any(|noted| noted.uses.gpus.is_empty()) => {
+        Cause::NoRoom { .. } if entry.processes.iter().any(|noted| noted.unseen) => {
             anyhow::anyhow!("{failure}. {NOT_NOTED}")
         }
         _ => failure.into(),
@@ -122,12 +122,14 @@ fn cards(target: &Target, host: &[Gpu]) -> Result<Vec<Card>, SpecError> {
     Ok(remap::cards(&spec::load(&target.container.bundle)?, host))
 }
 
-/// The same by UUID; all of the host where it is not known.
-fn seen(target: &Target, tools: &mut Tools) -> Vec<String> {
-    let host = tools.parts().driver.facts().map(|facts| facts.gpus).unwrap_or_default();
-    let cards = cards(target, &host).ok().filter(|cards| !cards.is_empty());
-    let cards = cards.unwrap_or_else(|| host.iter().map(Card::from).collect());
-    cards.into_iter().map(|card| card.uuid).collect()
+/// The same; all of the host where it is not known.
+fn seen(target: &Target, tools: &mut Tools) -> Vec<Gpu> {
+    let mut host = tools.parts().driver.facts().map(|facts| facts.gpus).unwrap_or_default();
+    let cards = cards(target, &host).unwrap_or_default();
+    if !cards.is_empty() {
+        host.retain(|gpu| cards.iter().any(|card| card.uuid == gpu.uuid));
+    }
+    host
 }
 
 /// Suspended by somebody who leaves no journal.

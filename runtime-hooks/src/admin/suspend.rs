@@ -26,7 +26,7 @@ pub(super) fn run(config: &Config, asked: &Suspend) -> ExitCode {
 }
 
 fn suspend(config: &Config, asked: &Suspend) -> anyhow::Result<String> {
-    let target = Target::named(&asked.which)?;
+    let target = Target::named(config, &asked.which)?;
     let id = &target.container.id;
     let annotations = target.annotations(config)?;
     let journal = target.journal(config);
@@ -108,7 +108,12 @@ pub(super) fn put_right(
     }
     resume::repair(parts, &entry, init, limits)?;
     let now = journal.load().with_context(|| format!("container {id}"))?;
-    Ok(now.filter(|now| now.stage == Stage::Suspended && now.init == init))
+    let now = now.filter(|now| now.init == init);
+    Ok(now.and_then(|now| match now.stage {
+        Stage::Suspended => Some(now),
+        // A lock may still be granted, in a process that began since.
+        _ => now.suspended.map(|earlier| *earlier),
+    }))
 }
 
 /// The GPUs that are free of it, with bytes as far as they are known.

@@ -11,6 +11,7 @@ use nix::unistd::Pid as NixPid;
 use stasis_config::{Annotations, Config};
 
 use super::Which;
+use super::repair::find;
 use crate::child::Program;
 use crate::container::{Cgroup, Container};
 use crate::containers::{self, CGROUPS, Place};
@@ -61,7 +62,7 @@ pub(super) fn journal(config: &Config, place: &Place) -> JournalFile {
 
 impl Target {
     /// The one that the command line names.
-    pub(super) fn named(which: &Which) -> anyhow::Result<Self> {
+    pub(super) fn named(config: &Config, which: &Which) -> anyhow::Result<Self> {
         let roots = containers::roots(&which.roots.given);
         if let Some(cgroup) = &which.cgroup {
             return Self::of_cgroup(&roots, cgroup);
@@ -70,7 +71,7 @@ impl Target {
             return Self::at(containers::of_process(&roots, pid)?.0);
         }
         let Some(name) = &which.container else { bail!("which container?") };
-        Self::at(containers::find(&roots, name)?)
+        Self::at(find(config, &which.roots.given, name)?)
     }
 
     /// This cgroup, which must not be one of a container below `roots`.
@@ -306,6 +307,7 @@ mod tests {
         assert!(!journal.exists());
         let mut entry = Entry::new(&id, init, false, Path::new(""));
         entry.processes.extend(known.map(|id| crate::journal::Noted {
+            unseen: false,
             id,
             found: crate::cuda::CudaState::Running,
             uses: crate::cuda::GpuUse::default(),

@@ -316,7 +316,7 @@ pub struct Gpu {
     pub uuid: String,
     /// Product name.
     pub name: String,
-    /// Bytes of memory.
+    /// Bytes of memory; 0 for one that shares the host's.
     pub memory_bytes: u64,
     /// The number of its device node, /dev/nvidiaN; none if NVML does not tell.
     #[serde(default)]

@@ -36,22 +36,31 @@ impl Monitor {
                 index,
                 uuid: device.uuid()?,
                 name: device.name()?,
-                memory_bytes: device.memory_info()?.total,
+                memory_bytes: match device.memory_info() {
+                    Err(NvmlError::NotSupported) => 0,
+                    info => info?.total,
+                },
                 minor: device.minor_number().ok(),
             })
         })
     }
 
     /// What each GPU answers. One that has fallen off the bus does not: the others are there nevertheless.
+    /// One that does not know is an error, so that it is not taken for one of these: GPUs that share the
+    /// host's memory tell nothing of their own.
     fn of_each<T>(
         &self,
         ask: impl Fn(u32, &Device<'_>) -> Result<T, NvmlError>,
     ) -> Result<Vec<T>, NvmlError> {
-        let answer = |index| {
-            let found = self.nvml.device_by_index(index).and_then(|device| ask(index, &device));
-            found.inspect_err(|error| tracing::warn!(index, %error, "a GPU does not answer")).ok()
-        };
-        Ok((0..self.nvml.device_count()?).filter_map(answer).collect())
+        let mut answers = Vec::new();
+        for index in 0..self.nvml.device_count()? {
+            match self.nvml.device_by_index(index).and_then(|device| ask(index, &device)) {
+                Ok(answer) => answers.push(answer),
+                Err(error @ NvmlError::NotSupported) => return Err(error),
+                Err(error) => tracing::warn!(index, %error, "a GPU does not answer"),
+            }
+        }
+        Ok(answers)
     }
 
     /// Free bytes by UUID, of the GPUs that answer.

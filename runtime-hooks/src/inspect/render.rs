@@ -593,6 +593,15 @@ mod tests {
     }
 
     #[test]
+    fn what_is_just_enough_is_enough() {
+        let mut target = whole().host.unwrap().gpus.remove(0);
+        target.needed_bytes = target.free_bytes;
+        assert!(!target.is_short());
+        target.needed_bytes = target.free_bytes.map(|bytes| bytes + 1);
+        assert!(target.is_short());
+    }
+
+    #[test]
     fn that_there_is_no_room_now_is_said() {
         let mut report = whole();
         let host = report.host.as_mut().unwrap();

@@ -1045,7 +1045,9 @@ impl Runtime for World {
     fn kill(&mut self) -> Result<(), RuncError> {
         self.tool("kill")?;
         self.with(|state| {
-            state.processes.clear();
+            // Of a cgroup the others are let live.
+            let spared = |process: &Process| state.is_cgroup && !process.is_candidate();
+            state.processes.retain(spared);
             state.cuda.clear();
         });
         Ok(())
