@@ -228,6 +228,8 @@ part_room() {
         fact "of the emulation nothing is learnt"
         return
     }
+    # What has just ended gives its memory back a little later.
+    sleep 3
     before=$(free_mib)
     counter b1 --pattern-mib "$size"
     answers b1 101
