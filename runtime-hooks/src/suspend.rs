@@ -65,7 +65,8 @@ pub fn suspend(
         entry.locking = false;
         return Err(cause);
     }
-    let mut free = parts.driver.free_memory();
+    // Where the lock is the checkpoint.
+    let mut free = if steps == Steps::Toggle { parts.driver.free_memory() } else { None };
     let deadline = Instant::now() + limits.lock;
     loop {
         lock_all(parts, entry, cuda, steps, deadline, limits)?;

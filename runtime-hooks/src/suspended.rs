@@ -243,13 +243,18 @@ pub fn resume(
 /// restore without room is final. So it is taken to need as much as it has in host memory, on any GPU that it
 /// sees; of a GPU at most what it has free where nobody else uses it.
 fn estimate(parts: &Parts<'_>, under_way: &mut Entry, seen: &[Gpu]) {
+    let (mut unseen, known): (Vec<_>, Vec<_>) =
+        under_way.processes.iter_mut().partition(|noted| noted.unseen);
+    // Once: the kernel goes through all that is mapped.
+    let mapped = |noted: &&mut Noted| parts.processes.largest_mapping(noted.id).unwrap_or(0);
+    let mapped: Vec<u64> = unseen.iter().map(mapped).collect();
     for Gpu { uuid, memory_bytes, .. } in seen {
-        let known = under_way.processes.iter().flat_map(|noted| &noted.uses.gpus);
+        let known = known.iter().flat_map(|noted| &noted.uses.gpus);
         let known: u64 = known.filter(|(gpu, _)| gpu == uuid).filter_map(|(_, bytes)| *bytes).sum();
         let reserved = RESERVED.min(memory_bytes / 32);
         let mut most = memory_bytes.saturating_sub(reserved).saturating_sub(known);
-        for noted in under_way.processes.iter_mut().filter(|noted| noted.unseen) {
-            let bytes = parts.processes.largest_mapping(noted.id).unwrap_or(0).min(most);
+        for (noted, mapped) in unseen.iter_mut().zip(&mapped) {
+            let bytes = most.min(*mapped);
             most -= bytes;
             noted.uses.gpus.push((uuid.clone(), Some(bytes)));
         }

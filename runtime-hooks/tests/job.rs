@@ -9,13 +9,11 @@ use stasis_config::{Annotations, Manifest};
 use stasis_hooks::checkpoint::{After, Request, again, checkpoint, parked};
 use stasis_hooks::cuda::{CudaState, GpuUse};
 use stasis_hooks::discover::discover;
-use stasis_hooks::error::{Cause, Failure, Left, Phase};
+use stasis_hooks::error::{Cause, Failure, Left};
 use stasis_hooks::job::{Membership, find};
 use stasis_hooks::journal::{Entry, Noted, Stage};
-use stasis_hooks::parts::Progress;
 use stasis_hooks::processes::{Pid, Process};
 use stasis_hooks::resume::{repair, resume};
-use stasis_hooks::suspended;
 
 const EXIT: After = After::Exit { by_criu: false };
 
@@ -263,19 +261,7 @@ fn a_suspension_does_not_mind_who_holds_the_file() {
         state.births.push(("lock", 0, process(150, true)));
         state.jobs.insert(150, 1);
     });
-    world.run(|parts| {
-        let cuda = discover(parts).unwrap();
-        let request = suspended::Request {
-            container: &World::container(),
-            annotations: &Annotations::default(),
-            minimum_driver: 610,
-            given_job: false,
-            earlier: None,
-            limits: World::limits(),
-        };
-        let mut progress = Progress::new(Phase::Preflight);
-        suspended::suspend(parts, &request, cuda, &mut progress).unwrap();
-    });
+    common::suspend(&world, &Annotations::default(), None).unwrap();
     assert_eq!(world.states(), [CudaState::Checkpointed; 3]);
     assert_eq!(world.with(|state| state.entry.clone()).unwrap().stage, Stage::Suspended);
 }

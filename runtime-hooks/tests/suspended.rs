@@ -13,7 +13,7 @@ use stasis_hooks::journal::{Entry, Stage};
 use stasis_hooks::parts::Progress;
 use stasis_hooks::remap::DeviceMap;
 use stasis_hooks::resume;
-use stasis_hooks::suspended::{self, Request};
+use stasis_hooks::suspended;
 
 use CudaState::{Checkpointed, Running};
 
@@ -21,18 +21,7 @@ use CudaState::{Checkpointed, Running};
 fn suspend(world: &World) -> Result<(), Failure> {
     let allowed = Annotations { multi_process: true, ..Annotations::default() };
     let earlier = entry(world);
-    world.run(|parts| {
-        let cuda = discover(parts).unwrap();
-        let request = Request {
-            container: &World::container(),
-            annotations: &allowed,
-            minimum_driver: 610,
-            given_job: false,
-            earlier: earlier.as_ref(),
-            limits: World::limits(),
-        };
-        suspended::suspend(parts, &request, cuda, &mut Progress::new(Phase::Preflight)).map(drop)
-    })
+    common::suspend(world, &allowed, earlier.as_ref()).map(drop)
 }
 
 fn resume(world: &World) -> Result<(), Failure> {
@@ -149,19 +138,7 @@ fn the_journal_that_cannot_be_written_at_the_end_undoes_it() {
 #[test]
 fn several_that_may_share_memory_are_refused_as_for_a_checkpoint() {
     let world = World::new(2, false);
-    let failure = world.run(|parts| {
-        let cuda = discover(parts).unwrap();
-        let request = Request {
-            container: &World::container(),
-            annotations: &Annotations::default(),
-            minimum_driver: 610,
-            given_job: false,
-            earlier: None,
-            limits: World::limits(),
-        };
-        let mut progress = Progress::new(Phase::Preflight);
-        suspended::suspend(parts, &request, cuda, &mut progress).unwrap_err()
-    });
+    let failure = common::suspend(&world, &Annotations::default(), None).unwrap_err();
     assert!(matches!(failure.cause, Cause::MultiProcess { .. }), "{failure}");
     assert!(matches!(failure.left, Left::Untouched), "{failure}");
     runs(&world, false);

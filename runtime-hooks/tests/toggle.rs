@@ -234,19 +234,7 @@ fn one_that_a_killed_operation_left_locked_is_not_said_to_run() {
 
 fn suspend(world: &World) -> Result<Entry, Failure> {
     let annotations = Annotations { multi_process: true, ..Annotations::default() };
-    world.run(|parts| {
-        let cuda = discover(parts).unwrap();
-        let request = suspended::Request {
-            container: &World::container(),
-            annotations: &annotations,
-            minimum_driver: 610,
-            given_job: false,
-            earlier: None,
-            limits: World::limits(),
-        };
-        let mut progress = Progress::new(Phase::Preflight);
-        suspended::suspend(parts, &request, cuda, &mut progress).map(|done| done.entry)
-    })
+    common::suspend(world, &annotations, None)
 }
 
 fn resume_suspended(world: &World, entry: &Entry) -> Result<(), Failure> {

@@ -7,6 +7,7 @@ mod ps;
 mod repair;
 mod resume;
 mod show;
+mod subjects;
 mod suspend;
 mod target;
 

@@ -8,7 +8,7 @@ use std::time::Duration;
 use serde_json::{Value, json};
 use stasis_config::Config;
 
-use super::repair::{Subjects, find};
+use super::subjects::{Subjects, find};
 use super::{Ps, show, target};
 use crate::child::Program;
 use crate::container::{Container, ContainerError};

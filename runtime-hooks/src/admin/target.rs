@@ -11,7 +11,7 @@ use nix::unistd::Pid as NixPid;
 use stasis_config::{Annotations, Config};
 
 use super::Which;
-use super::repair::find;
+use super::subjects::find;
 use crate::child::Program;
 use crate::container::{Cgroup, Container};
 use crate::containers::{self, CGROUPS, Place};

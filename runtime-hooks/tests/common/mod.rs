@@ -24,7 +24,8 @@ use stasis_hooks::cuda::sides::Sides;
 use stasis_hooks::cuda::{
     Answers, Call, CudaError, CudaState, Driver, DriverError, DriverFacts, GpuUse, Steps,
 };
-use stasis_hooks::error::{Cause, Failure};
+use stasis_hooks::discover::discover;
+use stasis_hooks::error::{Cause, Failure, Phase};
 use stasis_hooks::freezer::{Freezer, FreezerError};
 use stasis_hooks::gpu_locks::{GpuLocks, Locked};
 use stasis_hooks::hold::{Hold, HoldError, Keep, Target};
@@ -32,10 +33,11 @@ use stasis_hooks::host_memory::{HostMemory, Room};
 use stasis_hooks::image::Image;
 use stasis_hooks::job::{Found, JobError};
 use stasis_hooks::journal::{Entry, Journal, JournalError};
-use stasis_hooks::parts::{Limits, Parts};
+use stasis_hooks::parts::{Limits, Parts, Progress};
 use stasis_hooks::processes::{Pid, Process, ProcessId, Processes, ProcessesError};
 use stasis_hooks::restore::{self, NewContainer, NewJob, RestoreParts};
 use stasis_hooks::runc::{RuncError, Runtime};
+use stasis_hooks::suspended;
 
 /// What goes wrong.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -1172,6 +1174,27 @@ pub fn asked<T>(
         given_job: None,
         suspended: None,
         limits: World::limits(),
+    })
+}
+
+/// Suspends a container with these annotations, of which an earlier suspension has noted so much.
+pub fn suspend(
+    world: &World,
+    annotations: &Annotations,
+    earlier: Option<&Entry>,
+) -> Result<Entry, Failure> {
+    world.run(|parts| {
+        let cuda = discover(parts).unwrap();
+        let request = suspended::Request {
+            container: &World::container(),
+            annotations,
+            minimum_driver: 610,
+            given_job: false,
+            earlier,
+            limits: World::limits(),
+        };
+        let mut progress = Progress::new(Phase::Preflight);
+        suspended::suspend(parts, &request, cuda, &mut progress).map(|done| done.entry)
     })
 }
 
